@@ -1,0 +1,60 @@
+"""The base class of caching policies: which blocks a tier of bounded size keeps.
+
+A block is known by its content, and its content includes all tokens before it. So the blocks of a prompt are a chain,
+each the parent of the next, and all chains together are trees. A block is of use only where all blocks before it are
+there: a hit is a chain's leading blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Hashable, Sequence
+
+Key = Hashable
+Chain = Sequence[Key]
+"""The blocks of a prompt, its first one first, none of them twice."""
+
+
+class CachingPolicy(ABC):
+    """Knows the blocks that are there, at most ``capacity``, and chooses which of them to give up.
+
+    Its owner calls :meth:`asked` for every prompt, then :meth:`evict` for as many blocks as it has to store beyond the
+    capacity, then :meth:`stored`.
+    """
+
+    name: str
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    @abstractmethod
+    def __contains__(self, key: Key) -> bool: ...
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of blocks that are there."""
+
+    def hits(self, chain: Chain) -> int:
+        """Number of leading blocks that are there."""
+        count = 0
+        for key in chain:
+            if key not in self:
+                break
+            count += 1
+        return count
+
+    @abstractmethod
+    def asked(self, chain: Chain, hits: int) -> None:
+        """A request has this prompt, whose first ``hits`` blocks are there."""
+
+    @abstractmethod
+    def stored(self, chain: Chain, missing: Sequence[int]) -> None:
+        """The blocks of the prompt with these indices, which were not there, are there from now on."""
+
+    @abstractmethod
+    def evict(self, count: int, protected: Container[Key]) -> list[Key]:
+        """Give up ``count`` blocks, none of them ``protected``; fewer where there are not as many."""
+
+    @abstractmethod
+    def lost(self, key: Key) -> None:
+        """A block that was there is gone, whatever the policy would have chosen."""

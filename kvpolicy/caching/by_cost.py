@@ -1,0 +1,157 @@
+"""The caching policy that gives up what saves least: the chance that a block is asked for again, times its price."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Sequence
+from math import inf
+
+from kvpolicy.caching.base import CachingPolicy, Chain, Key
+from kvpolicy.caching.returns import Class, Returns, Visit
+
+SAMPLE = 32
+"""Blocks that are compared for each that is given up."""
+REMEMBERED = 4
+"""Blocks that are gone and remembered, by block of the capacity."""
+MAX_CLASS = 4
+"""Turns and uses are told apart up to 2 to the power of this."""
+
+
+class Record:
+    """What is known of a block."""
+
+    __slots__ = ("name", "position", "turn", "uses", "visit")
+
+    def __init__(self, position: int) -> None:
+        self.position, self.uses, self.turn = position, 0, 0
+        self.name: Class = None
+        self.visit: Visit
+
+
+class ByCost(CachingPolicy):
+    """Gives up the block with the lowest product of :meth:`Returns.rate` and its price.
+
+    Only a block that no other one there continues may go, since a hit is a chain's leading blocks. Of those, ``SAMPLE``
+    drawn at random are compared. A block's class is how many turns the conversation has that it is of, as far as one
+    prompt continues another where that one ended, and how many prompts have used the block.
+
+    ``price``: seconds saved by a block that need not be computed, by its position in the prompt. All blocks have the
+    same bytes.
+    """
+
+    name = "cost"
+
+    def __init__(self, capacity: int, price: Callable[[int], float] = lambda position: 1.0, seed: int = 0) -> None:
+        super().__init__(capacity)
+        self._price = price
+        self._rng = random.Random(seed)
+        self._returns = Returns()
+        self._there: dict[Key, Record] = {}
+        self._gone: OrderedDict[Key, Record] = OrderedDict()
+        self._parent: dict[Key, Key | None] = {}
+        self._children: dict[Key, int] = {}
+        """Number of blocks there that continue a block, which need not be there itself."""
+        self._leaves: list[Key] = []
+        self._leaf_at: dict[Key, int] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._there
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    def asked(self, chain: Chain, hits: int) -> None:
+        records = [self._record(key, position) for position, key in enumerate(chain)]
+        turn = 1
+        for record in records:  # the last block that was asked for before says whose next turn this is
+            if not record.uses:
+                break
+            turn = record.turn + 1
+        if records:
+            records[-1].turn = turn
+        counts: dict[Class, int] = {}
+        for record in records:
+            if record.uses:
+                self._returns.returned(record.visit, record.name)
+            record.uses += 1
+            record.name = min(MAX_CLASS, turn.bit_length()), min(MAX_CLASS, record.uses.bit_length())
+            counts[record.name] = counts.get(record.name, 0) + 1
+        visit = self._returns.visit(counts)
+        for record in records:
+            record.visit = visit
+
+    def _record(self, key: Key, position: int) -> Record:
+        found = self._there.get(key) or self._gone.get(key)
+        if found is None:
+            found = self._gone[key] = Record(position)
+        return found
+
+    def stored(self, chain: Chain, missing: Sequence[int]) -> None:
+        for position in missing:
+            key = chain[position]
+            self._there[key] = self._gone.pop(key)
+            parent = self._parent[key] = chain[position - 1] if position else None
+            if not self._children.get(key):
+                self._add_leaf(key)
+            if parent is not None:
+                self._children[parent] = self._children.get(parent, 0) + 1
+                if parent in self._leaf_at:
+                    self._remove_leaf(parent)
+        while len(self._gone) > REMEMBERED * self.capacity:
+            self._gone.popitem(last=False)
+
+    def evict(self, count: int, protected: Container[Key]) -> list[Key]:
+        evicted: list[Key] = []
+        while len(evicted) < count:
+            key = self._lowest(self._drawn(), protected)
+            if key is None:
+                key = self._lowest(self._leaves, protected)
+            if key is None:
+                break
+            self.lost(key)
+            evicted.append(key)
+        return evicted
+
+    def _drawn(self) -> Iterator[Key]:
+        leaves = self._leaves
+        if len(leaves) <= SAMPLE:
+            return iter(leaves)
+        return (leaves[int(self._rng.random() * len(leaves))] for _ in range(SAMPLE))
+
+    def _lowest(self, keys: Iterator[Key] | Sequence[Key], protected: Container[Key]) -> Key | None:
+        least, found = inf, None
+        for key in keys:
+            if key in protected:
+                continue
+            record = self._there[key]
+            value = self._returns.rate(record.visit, record.name) * self._price(record.position)
+            if value < least:
+                least, found = value, key
+        return found
+
+    def lost(self, key: Key) -> None:
+        record = self._there.pop(key, None)
+        if record is None:
+            return
+        self._gone[key] = record
+        if key in self._leaf_at:
+            self._remove_leaf(key)
+        parent = self._parent.pop(key)
+        if parent is None:
+            return
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+            if parent in self._there:
+                self._add_leaf(parent)
+
+    def _add_leaf(self, key: Key) -> None:
+        self._leaf_at[key] = len(self._leaves)
+        self._leaves.append(key)
+
+    def _remove_leaf(self, key: Key) -> None:
+        at, last = self._leaf_at.pop(key), self._leaves.pop()
+        if at < len(self._leaves):
+            self._leaves[at] = last
+            self._leaf_at[last] = at

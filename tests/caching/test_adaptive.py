@@ -1,0 +1,27 @@
+"""The choices of ARC and S3-FIFO, worked by hand; what every policy promises is in test_by_use.py."""
+
+from __future__ import annotations
+
+from kvpolicy.caching.adaptive import Arc, S3Fifo
+from tests.caching.test_by_use import serve
+
+
+def test_arc_gives_the_list_more_room_whose_blocks_were_missed() -> None:
+    """Blocks used again stay while one-time blocks pass; a one-time block that is missed soon grows their share."""
+    policy = Arc(4)
+    for chain in ("ab", "ab"):
+        serve(policy, chain)
+    assert [serve(policy, chain) for chain in "cdef"] == ["", "", "c", "d"]
+    assert policy.hits("ab") == 2
+    assert serve(policy, "d") == "e"  # asked for after it went: the share of the one-time blocks is 1 now
+    assert serve(policy, "g") == "b"
+
+
+def test_s3_fifo_gives_up_what_was_used_once_before_what_was_used_again() -> None:
+    policy = S3Fifo(10)
+    for chain in ("a", "b", "a", "a"):
+        serve(policy, chain)
+    assert [serve(policy, chain) for chain in "cdefghij"] == [""] * 8
+    assert serve(policy, "k") == "b"  # a, used again, went to the main queue
+    assert serve(policy, "b") == "c" and serve(policy, "l") == "d"
+    assert "b" in policy and "a" in policy

@@ -1,0 +1,109 @@
+"""The policy by cost: trees of blocks, and what it learns."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvpolicy.caching.by_cost import ByCost
+from kvpolicy.caching.by_use import Lru
+from kvpolicy.caching.prompt_replay import replay
+from tests.caching.test_by_use import serve
+
+
+def test_a_block_that_others_continue_stays_until_they_are_gone() -> None:
+    policy = ByCost(6)
+    serve(policy, "abcd")
+    serve(policy, "abef")
+    assert len(policy) == 6
+    gone = policy.evict(6, ())
+    assert set(gone) == set("abcdef")
+    assert gone.index("b") > max(gone.index(key) for key in "cdef") and gone[-1] == "a"
+    assert gone.index("d") < gone.index("c") and gone.index("f") < gone.index("e")
+
+
+def test_a_lost_block_counts_what_continues_it_when_it_is_back() -> None:
+    policy = ByCost(4)
+    serve(policy, "abc")
+    policy.lost("b")
+    assert policy.hits("abc") == 1
+    serve(policy, "abc")
+    assert policy.hits("abc") == 3 and policy.evict(1, ()) == ["c"]
+
+
+def test_the_cheaper_of_two_alike_goes_first() -> None:
+    policy = ByCost(4, price=lambda position: 1.0 + position)
+    policy.asked("abxy", 0)  # one prompt in which all blocks have the same class and age
+    policy.stored("abxy", [0, 1, 2, 3])
+    policy.lost("b")  # now a and y continue nothing that is there
+    assert policy.evict(1, ()) == ["a"]
+
+
+def test_never_more_than_the_capacity_and_nobody_protected_goes() -> None:
+    """Over a tree of blocks, some of which are lost at times."""
+    rng = random.Random(7)
+    policy, there = ByCost(8), set[str]()
+    for _ in range(2000):
+        path = "".join(rng.choice("ab") for _ in range(rng.randint(1, 5)))
+        chain = [path[:length] for length in range(1, len(path) + 1)]
+        policy.asked(chain, policy.hits(chain))
+        missing = [position for position, key in enumerate(chain) if key not in policy]
+        gone = policy.evict(max(0, len(policy) + len(missing) - policy.capacity), frozenset(chain))
+        assert set(gone) <= there and not set(gone) & set(chain)
+        policy.stored(chain, missing[: policy.capacity - len(policy)])
+        there = {key for key in there | set(chain) if key in policy}
+        assert len(there) == len(policy) <= policy.capacity
+        if there and rng.random() < 0.1:
+            lost = rng.choice(sorted(there))
+            policy.lost(lost)
+            there.remove(lost)
+            assert lost not in policy
+
+
+def conversations(seed: int) -> list[list[tuple[int, int]]]:
+    """Prompts of conversations that grow by a block a turn, with a pause of about 40 prompts, beside one-time ones that
+    are longer."""
+    rng = random.Random(seed)
+    turns, chains = dict.fromkeys(range(30), 0), []
+    for number in range(4000):
+        if rng.random() < 0.4:
+            talk = rng.choice(sorted(turns))
+            turns[talk] += 1
+            chains.append([(talk, block) for block in range(turns[talk])])
+            if turns[talk] == 12:
+                del turns[talk]
+                turns[30 + number] = 0
+        else:
+            chains.append([(-number - 1, block) for block in range(8)])
+    return chains
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_learns_that_conversations_go_on_and_other_prompts_do_not(seed: int) -> None:
+    chains = conversations(seed)
+    by_cost, lru = (replay(chains, policy, lambda _: 1.0) for policy in (ByCost(150), Lru(150)))
+    assert by_cost.hit_blocks > 1.3 * lru.hit_blocks
+
+
+def test_it_gives_the_same_under_the_same_seed() -> None:
+    chains = conversations(0)[:2500]
+    one, same, other = (replay(chains, ByCost(400, seed=seed), lambda _: 1.0) for seed in (1, 1, 2))
+    assert one == same and one != other
+
+
+def test_a_conversation_that_went_on_stays_before_one_that_has_just_begun() -> None:
+    """One prompt in ten is continued, and one that continues another always is; their last blocks are used alike."""
+    policy = ByCost(1000)
+    for number in range(1500):
+        chain = [(number, 0)]
+        serve(policy, chain)
+        if number % 10 == 0:
+            for _ in range(4):
+                chain = [*chain, (number, len(chain))]
+                serve(policy, chain)
+    serve(policy, going_on := [("on", 0)])
+    serve(policy, [*going_on, ("on", 1)])
+    serve(policy, [("new", 0)])
+    others = {(number, block) for number in range(1500) for block in range(5)}
+    assert policy.evict(1, others) == [("new", 0)]

@@ -1,0 +1,72 @@
+"""What every shipped caching policy promises, save the one by cost, which is in test_by_cost.py: it needs trees of
+blocks. The choices of lru and lfu, worked by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvpolicy.caching.adaptive import Arc, S3Fifo
+from kvpolicy.caching.base import CachingPolicy
+from kvpolicy.caching.by_use import Lfu, Lru
+
+POLICIES: Sequence[Callable[[int], CachingPolicy]] = (Lru, Lfu, Arc, S3Fifo)
+
+
+def serve(policy: CachingPolicy, chain: Sequence[Any], protected: str = "") -> str:
+    """What a prompt has to give up: each letter is a block, and as many as fit are stored."""
+    policy.asked(chain, policy.hits(chain))
+    missing = [position for position, key in enumerate(chain) if key not in policy][: policy.capacity]
+    evicted = policy.evict(max(0, len(policy) + len(missing) - policy.capacity), {*chain, *protected})
+    policy.stored(chain, missing[: policy.capacity - len(policy)])
+    return "".join(map(str, evicted))
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_never_more_than_the_capacity_and_nobody_protected_goes(make: Callable[[int], CachingPolicy]) -> None:
+    rng = random.Random(7)
+    policy = make(8)
+    there: set[str] = set()
+    for _ in range(2000):
+        chain = "".join(rng.sample("abcdefghijklmnopqrst", rng.randint(1, 6)))
+        protected = "".join(rng.sample("abcdefghijklmnopqrst", 2))
+        before = {key for key in there if key in policy}
+        assert before == there
+        gone = set(serve(policy, chain, protected))
+        assert gone <= there and not gone & {*chain, *protected}
+        there = {key for key in there | {*chain} if key in policy}
+        assert len(there) == len(policy) <= 8
+        if there and rng.random() < 0.1:
+            lost = rng.choice(sorted(there))
+            policy.lost(lost)
+            there.remove(lost)
+            assert lost not in policy
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_fewer_go_where_the_others_are_protected(make: Callable[[int], CachingPolicy]) -> None:
+    policy = make(3)
+    serve(policy, "abc")
+    assert policy.evict(3, {"a", "c"}) == ["b"] and policy.evict(1, {"a", "c"}) == []
+    assert len(policy) == 2
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_of_one_prompt_the_last_block_goes_first(make: Callable[[int], CachingPolicy]) -> None:
+    policy = make(4)
+    serve(policy, "abcd")
+    assert policy.evict(2, ()) == ["d", "c"] and policy.hits("abcd") == 2
+
+
+def test_the_least_recently_used_goes() -> None:
+    policy = Lru(4)
+    assert [serve(policy, chain) for chain in ("ab", "cd", "a", "e", "f")] == ["", "", "", "b", "d"]
+
+
+def test_the_least_frequently_used_goes_and_is_counted_anew_when_it_returns() -> None:
+    policy = Lfu(3)
+    assert [serve(policy, chain) for chain in ("a", "a", "b", "b", "c", "d")] == ["", "", "", "", "", "c"]
+    assert serve(policy, "c") == "d" and serve(policy, "e") == "c"

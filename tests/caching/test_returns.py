@@ -1,0 +1,59 @@
+"""Rates of return, worked by hand, and what is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpolicy.caching.returns import FIT_EVERY, LEVELS, STARTS, Returns, Visit, best_rates
+
+
+def test_the_rate_is_that_of_the_best_age_to_stop_at() -> None:
+    """All return in level 3 and none before: waiting for it from level 2 on is better than from level 0 on."""
+    shares = [0.0] * LEVELS
+    shares[3] = 1.0
+    rates = best_rates(shares)
+    length = STARTS[4] - STARTS[3]
+    assert rates[3] == pytest.approx(1 / (length / 2))
+    assert rates[0] == pytest.approx(1 / (STARTS[3] + length / 2)) and rates[2] > rates[0]
+    assert rates[4] == 0.0
+
+
+def test_returns_are_counted_at_the_age_at_which_they_happen() -> None:
+    """Blocks of class a return after ten prompts, in level 1; those of class b never."""
+    returns = Returns()
+    visits: list[Visit] = []
+    for prompt in range(40 * FIT_EVERY):
+        if prompt >= 10:
+            returns.returned(visits[prompt - 10], "a")
+        visits.append(returns.visit({"a": 1, "b": 1}))
+    fresh = visits[-1]
+    assert 1 / 14 < returns.rate(fresh, "a") < 1 / 8
+    assert returns.rate(fresh, "b") < 0.01 * returns.rate(fresh, "a")
+    old = visits[-20]
+    assert old.level > 1 and returns.rate(old, "b") < returns.rate(fresh, "a")
+
+
+def test_what_has_returned_before_is_no_part_of_what_reaches_an_age() -> None:
+    """Half the shares in each of two levels, worked by hand: keeping a block through both is worth less per prompt."""
+    shares = [0.5, 0.5] + [0.0] * (LEVELS - 2)
+    first, second = STARTS[1], STARTS[2] - STARTS[1]
+    through_one = 0.5 / (0.75 * first)
+    through_both = (0.5 + 0.25) / (0.75 * first + 0.5 * 0.75 * second)
+    assert best_rates(shares)[0] == pytest.approx(max(through_one, through_both))
+    assert best_rates(shares)[1] == pytest.approx(0.5 / (0.75 * second))
+
+
+def test_blocks_that_are_back_do_not_grow_old() -> None:
+    """Nine in ten return after ten prompts, the others after a hundred: those that are left return for certain."""
+    returns = Returns()
+    visits: list[Visit] = []
+    for prompt in range(40 * FIT_EVERY):
+        if prompt >= 10:
+            for _ in range(9):
+                returns.returned(visits[prompt - 10], "a")
+        if prompt >= 100:
+            returns.returned(visits[prompt - 100], "a")
+        visits.append(returns.visit({"a": 10}))
+    left = visits[-80]
+    assert left.blocks == {"a": 1}
+    assert returns.rate(left, "a") > 1 / 80
