@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpolicy_vllm.plugin import connector
+from kvpolicy_vllm.plugin import connector, register
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_early
 
 CONNECTOR = "KVPolicyConnector"
@@ -14,10 +14,8 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     if name == CONNECTOR:  # not a plain import: every look-up shall come through here
+        register()  # MultiConnector looks its connectors' metrics up by name, also where VLLM_PLUGINS leaves ours out
         refuse_early()
         return connector.KVPolicyConnector
     # With --kv-offloading-size vLLM puts its own connector's name in the place of ours and looks for it here.
-    raise UnsupportedEngine(
-        f"kvpolicy works only as the one connector, {name} was asked for; leave --kv-offloading-size and other "
-        "connectors out"
-    )
+    raise UnsupportedEngine(f"this module has only {CONNECTOR}, {name} was asked for; leave --kv-offloading-size out")

@@ -6,7 +6,7 @@ part: the plugin serves neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvpolicy.order import Space
@@ -14,7 +14,10 @@ from kvpolicy_vllm.plugin.versions import engine_version
 
 
 class Admission:
-    """The arithmetic of one scheduler's admissions. Changes nothing."""
+    """The arithmetic of one scheduler's admissions, for one table of full attention. Changes nothing.
+
+    :class:`kvpolicy_vllm.plugin.table_admission.TableAdmission` is that of several block tables.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -48,15 +51,47 @@ class Admission:
     def _begins_at(self, request: Any) -> int:
         """Position of the first token that would be computed at its admission, past the prefix cache; the request's end
         where blocks would be loaded first, as nothing is computed then."""
-        manager = self._scheduler.kv_cache_manager
         if request.num_computed_tokens > 0:
             return int(request.num_computed_tokens)
-        local_tokens = 0
-        if manager.enable_caching and not request.skip_reading_prefix_cache:
-            hit = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-            local_tokens = int(hit[1])
+        local_tokens = self._found(request)[1]
         loads = self._scheduler.kvpolicy.loadable_tokens(request, local_tokens)
         return int(request.num_tokens if loads else local_tokens)
+
+    def _found(self, request: Any) -> tuple[Sequence[Sequence[Any]], int]:
+        """Blocks of the request in the prefix cache, by block table, and how many tokens they are. Without the
+        statistics that vLLM counts when it asks itself."""
+        manager = self._scheduler.kv_cache_manager
+        if not manager.enable_caching or request.skip_reading_prefix_cache:
+            return ((),), 0
+        found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return found[0], int(found[1])
+
+    # ---- blocks ----
+
+    def step_begins(self) -> None:
+        """A step is about to be scheduled, and nobody is to come in yet."""
+
+    def comes_in(self) -> None:
+        """The request whose need was asked for last is to come in."""
+
+    def local_hits(self, request: Any) -> tuple[Sequence[Any], int]:
+        """Blocks of a waiting request that are in the prefix cache, as :meth:`need_blocks` takes them, and how many
+        tokens they are."""
+        found, tokens = self._found(request)
+        return found[0], tokens
+
+    def ids_of(self, hits: Sequence[Any]) -> frozenset[int]:
+        """Numbers of the blocks that :meth:`local_hits` found."""
+        return frozenset(block.block_id for block in hits)
+
+    def held_blocks(self, request: Any) -> int:
+        """Blocks that the request holds, shared ones included."""
+        return len(self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+
+    def freed_blocks(self, request: Any, kept_ids: frozenset[int]) -> int:
+        """Blocks that the request alone holds, without those of ``kept_ids``."""
+        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+        return sum(block.ref_cnt == 1 and block.block_id not in kept_ids for block in blocks)
 
     def need_blocks(self, request: Any, hits: Sequence[Any], local_tokens: int, load_tokens: int) -> int:
         """Blocks that must be free for a request that holds none. ``hits``: blocks of it in the prefix cache,
@@ -124,10 +159,19 @@ class Admission:
 
     def space(self) -> Space:
         """What the next step has left once the running requests have what they take in it."""
-        scheduler = self._scheduler
-        manager, longest = scheduler.kv_cache_manager, self._longest_chunk()
+        free = lowest = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        budget = self._scheduler.max_num_scheduled_tokens
+        for request, computed, new in self._running_chunks():
+            free -= self._growth(request, computed, new)
+            budget -= new
+            lowest = min(lowest, free)
+        # Where they run out meanwhile, vLLM preempts a request and admits nobody, whatever others give back later.
+        return Space(lowest if lowest < 0 else free, self._places(), budget, self._chunked)
+
+    def _running_chunks(self) -> Iterator[tuple[Any, int, int]]:
+        """The running requests that the next step computes, their computed tokens, and how many it adds to them."""
+        scheduler, longest = self._scheduler, self._longest_chunk()
         budget = scheduler.max_num_scheduled_tokens
-        free = manager.block_pool.get_num_free_blocks()
         for request in scheduler.running:
             if budget <= 0:
                 break
@@ -135,14 +179,20 @@ class Admission:
                 continue
             computed = request.num_computed_tokens
             new = int(min(request.num_tokens + request.num_output_placeholders - computed, longest, budget))
-            new = min(new, scheduler.max_model_len - computed - 1)
+            new = self._cut(request, min(new, scheduler.max_model_len - computed - 1))
             if new <= 0:
                 continue
-            wanted = self._blocks(computed + new)
-            if wanted > computed // self._size:
-                free -= max(0, wanted - len(manager.get_blocks(request.request_id).blocks[0]))
             budget -= new
-        return Space(free, self._places(), budget, self._chunked)
+            yield request, computed, new
+
+    def _cut(self, request: Any, new: int) -> int:
+        """Of ``new`` tokens of a running request those that one step computes."""
+        return new
+
+    def _growth(self, request: Any, computed: int, new: int) -> int:
+        """Blocks that a running request takes in the step that computes ``new`` tokens of it."""
+        wanted = self._blocks(computed + new)
+        return max(0, wanted - self.held_blocks(request)) if wanted > computed // self._size else 0
 
     def _places(self) -> int:
         scheduler = self._scheduler

@@ -22,9 +22,9 @@ from kvpolicy.order.by_class import ranked_classes
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.request_marks import DEFAULT_CLASS, Classes
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader
+from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, why_not_priced
 from kvpolicy_vllm.plugin.host_copies import CopyBook
-from kvpolicy_vllm.plugin.kv_layout import attends_to_everything, block_tables, page_bytes
+from kvpolicy_vllm.plugin.kv_layout import block_tables, page_bytes
 from kvpolicy_vllm.plugin.learner import remember
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.trace_writer import TraceWriter, pseudonym
@@ -51,15 +51,15 @@ def controller_for(
     engine = engine_spec(vllm_config, kv_cache, block_bytes, settings)
     load_policy = partial(load_fitting, settings=settings, loader=model_loader(vllm_config, engine), engine=engine)
     seed = draw_seed(settings.seed, rank, core)
-    if not attends_to_everything(kv_cache):
-        load_policy = partial(without_costs, load_policy)
+    if reason := why_not_priced(vllm_config, kv_cache):
+        load_policy = partial(without_costs, load_policy, reason)
     decider = Decider(load_policy(""), random.Random(seed), settings.shadow)
     memory = None if settings.online_state is None else remember(decider, of_rank(settings.online_state, rank))
     copies = CopyBook(slots, parallel.world_size, block_bytes)
     controller = Controller(
         core, decider, copies, page_bytes(kv_cache), time.monotonic, Complaints(), load_policy, memory
     )
-    controller.tables = block_tables(kv_cache)
+    controller.keep_tables(block_tables(kv_cache))
     order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
     warn_of_unclaimable(order, classes)
     controller.serve_by(order)
@@ -103,15 +103,15 @@ def load_fitting(name: str, settings: Settings, loader: Callable[[str], CostMode
     return policy
 
 
-def without_costs(load: Callable[[str], Policy], name: str) -> Policy:
-    """Load the policy of that name. Raises UnsupportedEngine where it goes by predicted costs: cost models know layers
-    of full attention only."""
+def without_costs(load: Callable[[str], Policy], reason: str, name: str) -> Policy:
+    """Load the policy of that name. Raises UnsupportedEngine where it goes by predicted costs. ``reason``: why those of
+    this model's layers are not known."""
     policy = load(name)
     if policy.cost_model is not None:
         raise UnsupportedEngine(
-            f"policy {policy.name}: goes by predicted costs, and kvpolicy predicts them for full attention only, not "
-            "for this model's windows, states or latent KV: give always-swap, always-recompute, threshold:TOKENS or a "
-            "policy of your own without a cost model"
+            f"policy {policy.name}: goes by predicted costs, and what this model's layers cost is not known "
+            f"({reason}): give always-swap, always-recompute, threshold:TOKENS or a policy of your own without a cost "
+            "model"
         )
     return policy
 

@@ -58,6 +58,15 @@ class BlockTables:
                 found[group, index] = table[index]
         return found
 
+    def findable_tokens(self, scheduler: Any, request: Any) -> int:
+        """Computed tokens that the request would find in the prefix cache at once: those for which every group has what
+        it needs."""
+        manager = scheduler.kv_cache_manager
+        if not manager.enable_caching or request.skip_reading_prefix_cache:
+            return 0
+        most = min(request.num_computed_tokens, request.num_tokens - 1)
+        return int(manager.coordinator.find_longest_cache_hit(request.block_hashes, most)[1])
+
     def to_load(
         self, scheduler: Any, block_ids: Sequence[Sequence[int]], local_tokens: int, tokens: int
     ) -> dict[Position, int]:

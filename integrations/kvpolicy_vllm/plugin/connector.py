@@ -21,11 +21,12 @@ from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
-from kvpolicy_vllm.plugin.kv_layout import block_bytes, says_where_layers_lie, segments_of_layers
+from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
+from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_replicated, says_where_layers_lie, segments_of_layers
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported, warn_untested
+from kvpolicy_vllm.plugin.versions import engine_version, platform, refuse_unsupported, warn_untested
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,10 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_unsupported(vllm_config, kv_cache_config)
         self.settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         self.block_bytes = block_bytes(kv_cache_config)
-        self.slots = host_slots(self.settings, self.block_bytes, vllm_config.parallel_config.world_size)
+        pool_count = pools(vllm_config, kv_cache_config, self.settings)
+        self.slots = host_slots(self.settings, self.block_bytes, pool_count)
+        self._shares = pool_count < vllm_config.parallel_config.world_size
+        self._shared: SharedPool | None = None
         self.controller: Controller | None = None
         self.copier: Copier | None = None
         if role == KVConnectorRole.WORKER:
@@ -94,8 +98,13 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             return
         leftover = None if self.copier is None else self.copier.give_up()
         self.copier = None  # frees its host memory before the next copier allocates
+        if self._shares and self._shared is None:
+            self._shared = shared_by_ranks(self.slots, self.block_bytes)
+        more = {} if self._shared is None else {"shared": self._shared}
         copier_factory = resolve_obj_by_qualname(self.settings.copier)
-        self.copier = copier = copier_factory(segments, self.slots, self.settings.pin_memory, self.settings.link)
+        self.copier = copier = copier_factory(
+            segments, self.slots, self.settings.pin_memory, self.settings.link, **more
+        )
         if leftover is not None:
             copier.take_over(leftover)
 
@@ -118,6 +127,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             self._working_copier.finish(jobs.overwritten)
         for job in jobs.saves:
             self._working_copier.save(job, jobs.overwritten)
+        if jobs.at_once:
+            self._working_copier.drain()
 
     @property
     def _working_copier(self) -> Copier:
@@ -259,8 +270,27 @@ def available_to_all_ranks() -> int:
     return int(group.broadcast_object(available_memory_bytes() if group.rank_in_group == 0 else None, src=0))
 
 
+def pools(vllm_config: VllmConfig, kv_cache: KVCacheConfig, settings: Settings) -> int:
+    """Number of host pools: one for each rank, or one for all where they have the same KV and share it."""
+    shares = is_replicated(kv_cache) and (settings.share_replicated_kv or platform().is_cpu())
+    return 1 if shares else int(vllm_config.parallel_config.world_size)
+
+
+def shared_by_ranks(slots: int, block_bytes: int) -> SharedPool:
+    """The one host pool of all ranks. All of them must call this at the same time."""
+    group = get_tp_group()
+
+    def tell_all(what: Any) -> Any:
+        told = group.broadcast_object(what, src=0)
+        group.barrier()
+        return told
+
+    return SharedPool(slots, block_bytes, group.rank_in_group, tell_all)
+
+
 def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:
-    """Number of blocks that the host pool holds. Raises InputError where it holds none."""
+    """Number of blocks that the host pool holds, which ``ranks`` ranks keep each a part of. Raises InputError where it
+    holds none."""
     slots = int(settings.host_gib * GIB // (block_bytes * ranks))
     if slots < 1:
         raise InputError(

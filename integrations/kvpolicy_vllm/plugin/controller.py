@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvpolicy import policy as policies
@@ -21,7 +22,7 @@ from kvpolicy.order import Choice, Fcfs, Guarded, Order, Priority
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
 from kvpolicy.request_marks import Classes
-from kvpolicy.survival import Survival
+from kvpolicy.survival import AllOrNothing, Survival
 from kvpolicy_vllm.plugin.block_tables import BlockTables
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
@@ -57,10 +58,12 @@ class Controller:
         self.ledger: Ledger[OpenPreemption] = Ledger()
         self.metrics = MetricsCounter(copies, self.ledger)
         self.observers = Observers(complain)
-        self.survival = Survival()
+        self.survival: Survival = Survival()
         self.observers.add(self.metrics, SurvivalLearner(self.survival))
         self.recorder: RowWriter | None = None
         """Takes the trace's rows; None where no trace is recorded."""
+        self.beside: Sequence[str] = ()
+        """Names of the connectors that serve beside this one, which the scheduler sets."""
         self.order: Order = Fcfs()
         """The order of service, which the scheduler reads when it is made."""
         self.marks = MarkReader(Classes().grant, self.metrics.tally)
@@ -70,7 +73,7 @@ class Controller:
         self._complain, self._load_policy = complain, load_policy
         self._segment_bytes = segment_bytes
         self.tables: BlockTables | None = None
-        """None where one block table holds every token's block."""
+        """None where one block table holds every token's block; see :meth:`keep_tables`."""
         self._labels: Mapping[str, Any] = {}
         self._scheduler: Any = None
         self._running_view: RunningView | None = None
@@ -90,6 +93,13 @@ class Controller:
         # Some versions of vLLM do not shut down an engine in a script's own process: its records would be lost.
         self._keep = weakref.finalize(self, self.observers.close)
         self._take_charge(memory)
+
+    def keep_tables(self, tables: BlockTables | None) -> None:
+        """Save and load by these block tables, and expect of them what survives."""
+        self.tables = tables
+        if tables is not None:
+            self.survival = AllOrNothing()
+            self.observers.replace(SurvivalLearner, SurvivalLearner(self.survival))
 
     def grant_marks(self, grant: Grant) -> None:
         """Let requests be of the classes, and have the deadlines and priorities, that ``grant`` gives them."""
@@ -253,6 +263,10 @@ class Controller:
         (0: none)."""
         request_id = request.request_id
         copy, opened = self.copies.of(request_id), self.ledger.open_preemption(request_id)
+        if load_tokens == 0 and self.beside and self.copies.pool.watched:
+            # Blocks that another connector loads into are in no step's output, and not in ``block_ids`` up to 0.25.
+            tables = self._scheduler.kv_cache_manager.get_blocks(request_id).blocks
+            self._unlisted_blocks += [block.block_id for block in tables[0]]
         if load_tokens > 0 and copy is not None:
             wanted, into = self._to_load(request, copy, block_ids, load_tokens)
             self.copies.begin_load(request_id, wanted, tuple(into), load_tokens)
@@ -291,6 +305,8 @@ class Controller:
         jobs = copies.take_jobs(self._step.number, output.total_num_scheduled_tokens == 0, self._taken_of)
         if copies.begun or copies.given_up:
             self.swaps.step_taken()
+        if jobs.overwritten and self.beside:
+            jobs = replace(jobs, at_once=True)
         if jobs.saves or jobs.loads:
             self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
             preemptions = {job.copy_id: self.copies.preemption_of(job) for job in (*jobs.saves, *jobs.loads)}
@@ -367,11 +383,11 @@ class Controller:
         scheduler, now = self._scheduler, self.clock()
         try:
             situation = situation_of(
-                request, scheduler, RunningView(scheduler, request), "displaced", self.copies,
+                request, scheduler, RunningView(scheduler, request, self.tables), "displaced", self.copies,
                 self._segment_bytes, self.survival, now,
             )  # fmt: skip
             situation = as_taken_out(situation)
-            refusal = why_not_loadable(request, scheduler, self.copies, now)
+            refusal = why_not_loadable(request, scheduler, self.copies, now, self.tables)
             return self.decider.price(situation, policies.why_no_swap(situation, refusal))
         # The boundary between a policy and a server: victims are chosen without prices, then.
         except Exception:  # noqa: BLE001

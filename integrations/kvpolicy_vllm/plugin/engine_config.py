@@ -13,9 +13,16 @@ from vllm.platforms import current_platform
 from kvpolicy.cost import FittedModel, engine_loader
 from kvpolicy.hardware import EngineSpec, Geometry, describe
 from kvpolicy.hardware.link import header_link
-from kvpolicy.shape import ConfigError
+from kvpolicy.shape import ConfigError, ModelShape
 from kvpolicy.trace import Header
-from kvpolicy_vllm.plugin.kv_layout import block_size
+from kvpolicy_vllm.plugin.kv_layout import (
+    NO_OTHERS,
+    KeptLayers,
+    attends_to_everything,
+    block_size,
+    is_plain,
+    kept_layers,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +43,7 @@ def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, s
         ranks=config.parallel_config.tensor_parallel_size,
         pinned=settings.pin_memory,
         block_bytes=block_bytes,
-        geometry=geometry_of(config).to_dict(),
+        geometry=geometry_of(config, kv_cache).to_dict(),
         hardware=describe(device_name()),
         link=header_link(settings.link),
     )
@@ -47,8 +54,47 @@ def model_loader(config: VllmConfig, engine: EngineSpec) -> Callable[[str], Fitt
     return engine_loader(config.model_config.hf_config.to_dict(), engine, config.cache_config.cache_dtype)
 
 
-def geometry_of(config: VllmConfig) -> Geometry:
-    """The model's shape on one rank, from its Hugging Face configuration.
+def why_not_priced(config: VllmConfig, kv_cache: KVCacheConfig) -> str:
+    """Why the costs of this model's layers are not known; empty where they are.
+
+    Where all of them are of full attention, costs follow from what is measured, whatever else the model has.
+    """
+    if attends_to_everything(kv_cache):
+        return ""
+    try:
+        geometry = Geometry.from_config(config.model_config.hf_config.to_dict())
+    except ConfigError as error:
+        return str(error)
+    kept = kept_layers(kv_cache)
+    described = KeptLayers(
+        geometry.window_layers, geometry.window_tokens, geometry.state_layers, geometry.pair_flops > 0
+    )
+    if is_plain(kv_cache):  # windows that are stored whole are in the group of the other layers
+        kept = kept._replace(window_layers=described.window_layers if kept.window_tokens else 0)
+    if kept != described:
+        return f"its configuration tells of {described.text()}, vLLM of {kept.text()}"
+    return "its layers of full attention have several block tables" if kept == NO_OTHERS else ""
+
+
+def geometry_of(config: VllmConfig, kv_cache: KVCacheConfig | None = None) -> Geometry:
+    """The model's shape on one rank. Where every layer is one of full attention it is as vLLM tells it; of others, it
+    is what their configuration says of them, where that is understood (see :func:`why_not_priced`).
+
+    ``kv_cache``: None where it is not known yet; every layer is taken as one of full attention, then.
+    """
+    plain = _of_like_layers(config)
+    if kv_cache is None or attends_to_everything(kv_cache):
+        return plain
+    try:
+        shape = ModelShape.from_config(config.model_config.hf_config.to_dict())
+        geometry = Geometry.of_shape(shape, config.parallel_config.tensor_parallel_size)
+    except ConfigError:
+        return plain
+    return replace(geometry, weight_bytes=plain.weight_bytes, kv_bytes=plain.kv_bytes, dtype=plain.dtype)
+
+
+def _of_like_layers(config: VllmConfig) -> Geometry:
+    """The shape of identical layers, as vLLM tells it of this model.
 
     The MLP's width is that of :class:`Geometry`, so that mixtures of experts and families with their own field names
     are counted the same with and without an engine.

@@ -43,10 +43,46 @@ def is_plain(kv_cache: KVCacheConfig) -> bool:
 
 
 def attends_to_everything(kv_cache: KVCacheConfig) -> bool:
-    """Whether every layer is one of full attention with keys and values of its own, which cost models are made for."""
+    """Whether every layer is one of full attention with keys and values of its own."""
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     window = getattr(spec, "sliding_window", None)
     return is_plain(kv_cache) and type(spec).__name__ == "FullAttentionSpec" and not window
+
+
+def is_replicated(kv_cache: KVCacheConfig) -> bool:
+    """Whether every rank keeps the same of every layer. An MLA model may have layers with states beside its latent KV,
+    as Kimi Linear has: each rank keeps the states of its own heads."""
+    return all(kind_of(group) == "MLAAttentionSpec" for group in kv_cache.kv_cache_groups)
+
+
+class KeptLayers(NamedTuple):
+    """The layers of a KV cache that are not of full attention with keys and values of its own."""
+
+    window_layers: int
+    window_tokens: int
+    """The widest window; 0 without."""
+    state_layers: int
+    latent: bool
+    """Whether attention is latent."""
+
+    def text(self) -> str:
+        windows = f"{self.window_layers} layers with a window of {self.window_tokens} tokens"
+        return f"{windows}, {self.state_layers} that keep a state{', latent attention' if self.latent else ''}"
+
+
+NO_OTHERS = KeptLayers(0, 0, 0, False)
+
+
+def kept_layers(kv_cache: KVCacheConfig) -> KeptLayers:
+    """What vLLM keeps for the layers; one that has a window counts as such although its group stores it whole."""
+    windows = states = widest = 0
+    for group in kv_cache.kv_cache_groups:
+        window = int(getattr(group.kv_cache_spec, "sliding_window", None) or 0)
+        widest = max(widest, window)
+        windows += len(group.layer_names) if window else 0
+        states += len(group.layer_names) if kind_of(group) == "MambaSpec" else 0
+    latent = any(kind_of(group) == "MLAAttentionSpec" for group in kv_cache.kv_cache_groups)
+    return KeptLayers(windows, widest, states, latent)
 
 
 def block_tables(kv_cache: KVCacheConfig) -> BlockTables | None:

@@ -52,6 +52,7 @@ class LoadedRequests:
         A request that is ready needs no reservation: vLLM admits it first, and it takes the place itself. But where no
         slot is free for its LoRA adapter, vLLM passes it over and goes on to new requests.
         """
+        self._free_failed()
         self.requests = {name: request for name, request in self.requests.items() if _holds_blocks(request)}
         self._passed_over.clear()
         taken_slots = self.full_adapters() if self.requests else None
@@ -61,6 +62,14 @@ class LoadedRequests:
                 for returning in self.requests.values()
             )
         )
+
+    def _free_failed(self) -> None:
+        """Free the blocks of loads that have failed. vLLM does so when it visits the request for admission. Where no
+        request runs and one before it lacks these very blocks, it never does."""
+        scheduler = self._scheduler
+        for name in scheduler.failed_recving_kv_req_ids & scheduler.finished_recving_kv_req_ids & self.requests.keys():
+            if self.requests[name].num_computed_tokens == 0:
+                scheduler.discard_load(self.requests[name])
 
     def keep_places(self, count: int) -> None:
         """Reserve places for running requests that sit this step out, before the scheduler runs."""

@@ -47,6 +47,9 @@ class StepJobs:
     """Device blocks that this step may write to, of saves that it brings or that are not confirmed yet. They have to be
     off the device, or gathered in a buffer, before the step computes, and are not named again for the same save. No
     step waits for other blocks."""
+    at_once: bool = False
+    """Whether another connector may write to those blocks at any time from now on: they have to be off the device
+    before the worker goes on."""
 
 
 @dataclass(slots=True)

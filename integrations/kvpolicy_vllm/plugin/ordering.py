@@ -17,8 +17,10 @@ from vllm.v1.request import RequestStatus
 from kvpolicy.order import Choice, Holding, Lookout, Order, Progress, Ranks, Space, Taken, View, make_room
 from kvpolicy.request_marks import Marks
 from kvpolicy_vllm.plugin.admission import Admission
+from kvpolicy_vllm.plugin.block_tables import BlockTables
 from kvpolicy_vllm.plugin.loaded_requests import lacks_slot
 from kvpolicy_vllm.plugin.ranked_queues import RankedQueues
+from kvpolicy_vllm.plugin.table_admission import TableAdmission
 
 ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -31,7 +33,8 @@ class Ordering:
     """Ranks, queues and displacement of one scheduler. Satisfies :class:`kvpolicy.order.Engine`.
 
     ``price``: see :attr:`kvpolicy.order.View.price`; of a running request. ``complain`` is called with what failed,
-    while the exception is handled. ``marks`` gives what a request is allowed to be.
+    while the exception is handled. ``marks`` gives what a request is allowed to be. ``tables``: None where one block
+    table holds every token's block.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Ordering:
         price: Callable[[Any], float | None],
         complain: Callable[[str], None],
         marks: Callable[[Any], Marks] = lambda request: Marks(priority=request.priority),
+        tables: BlockTables | None = None,
     ) -> None:
         self.order = order
         self._marks = marks
@@ -65,7 +69,8 @@ class Ordering:
         self.lookout: Lookout[Any] = Lookout(self._is_ready_itself)
         self._hit_ids: frozenset[int] = frozenset()
         """Blocks in the prefix cache of the request whose need was asked for last."""
-        self._admission = Admission(scheduler)
+        self._admission = Admission(scheduler) if tables is None else TableAdmission(scheduler)
+        self._block_size = int(scheduler.block_size) if tables is None else min(tables.block_sizes)
         self._holding_back = Holding(order)
         self._held: list[Any] = []
         """Running requests that sit this step out."""
@@ -91,7 +96,7 @@ class Ordering:
         scheduler = self._scheduler
         device_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
         return View(
-            self._now_s, scheduler.block_size, device_blocks, self.ranks.state, self._price_of, len(self.ranks),
+            self._now_s, self._block_size, device_blocks, self.ranks.state, self._price_of, len(self.ranks),
             self._served_s_of,
         )  # fmt: skip
 
@@ -142,6 +147,7 @@ class Ordering:
         scheduler = self._scheduler
         self._step += 1
         self._now_s = self._clock()
+        self._admission.step_begins()
         if len(self.ranks) > len(self._scheduler.requests):  # some were aborted
             self.forget_ended()
         if self.ranks.next_step <= self._step or self.ranks.next_s <= self._now_s:
@@ -238,6 +244,8 @@ class Ordering:
         """vLLM begins, or has ended, to schedule a step: only meanwhile does a queue hide whom the order does not
         admit."""
         self._scheduling = begins
+        if begins:
+            self._admission.step_begins()
 
     def _is_gated(self) -> bool:
         """Whether the order may refuse anybody now: only beside running requests, in a step."""
@@ -280,6 +288,7 @@ class Ordering:
                         break
                 elif not lacks_slot(request, adapters):
                     yield self.ranks.progress(request)
+                    self._admission.comes_in()  # or nobody would be asked for the next one
 
     def last_running(self) -> Iterator[Progress]:
         for request in reversed(self._scheduler.running):
@@ -290,37 +299,24 @@ class Ordering:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def held_blocks(self, running: Progress) -> int:
-        request = self._by_number[running.number]
-        return len(self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+        return self._admission.held_blocks(self._by_number[running.number])
 
     def need_blocks(self, waiting: Progress) -> int:
         """Blocks that must be free for vLLM to admit it."""
-        scheduler, request = self._scheduler, self._by_number[waiting.number]
+        admission, request = self._admission, self._by_number[waiting.number]
         self._hit_ids = frozenset()
         if request.num_computed_tokens > 0:
-            held = len(scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-            return self._admission.need_blocks_besides(request, held)
-        hits, local_tokens = self._local_hits(request)
-        self._hit_ids = frozenset(block.block_id for block in hits)
-        loads = scheduler.kvpolicy.loadable_tokens(request, local_tokens)
-        return self._admission.need_blocks(request, hits, local_tokens, loads)
+            return admission.need_blocks_besides(request, admission.held_blocks(request))
+        hits, local_tokens = admission.local_hits(request)
+        self._hit_ids = admission.ids_of(hits)
+        loads = self._scheduler.kvpolicy.loadable_tokens(request, local_tokens)
+        return admission.need_blocks(request, hits, local_tokens, loads)
 
     def spare_blocks(self) -> int:
         return self._admission.watermark_blocks()
 
     def freed_blocks(self, running: Progress, waiting: Progress) -> int:
-        request = self._by_number[running.number]
-        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-        return sum(block.ref_cnt == 1 and block.block_id not in self._hit_ids for block in blocks)
-
-    def _local_hits(self, request: Any) -> tuple[Any, int]:
-        """Blocks and tokens of the request that are in the prefix cache. Without the statistics that vLLM counts when
-        it asks itself."""
-        manager = self._scheduler.kv_cache_manager
-        if not manager.enable_caching or request.skip_reading_prefix_cache:
-            return (), 0
-        blocks, tokens = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[:2]
-        return blocks[0], tokens
+        return self._admission.freed_blocks(self._by_number[running.number], self._hit_ids)
 
     def space(self) -> Space:
         return self._admission.space()

@@ -18,12 +18,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.order import Order, is_stock
-from kvpolicy_vllm.plugin.connector import KVPolicyConnector
+from kvpolicy_vllm.plugin.connector_list import own_connector
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.running_order import RunningOrder
-from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
+from kvpolicy_vllm.plugin.versions import (
+    UnsupportedEngine,
+    connectors_beside,
+    drafts_beside,
+    loads_beside,
+    refuse_connectors,
+    refuse_offloading,
+    warn_untested_connectors,
+)
 
 if TYPE_CHECKING:
     from kvpolicy.events import Cause
@@ -34,16 +42,11 @@ def _throttles(throttle_prefills: bool = False, *args: Any, **kwargs: Any) -> bo
     return bool(throttle_prefills)
 
 
-def refuse_order(order: Order, has_tables: bool, scheduling: str) -> None:
-    """Raise UnsupportedEngine for an order that this engine cannot serve by. ``has_tables``: whether the model's layers
-    keep windows or states; ``scheduling``: vLLM's ``--scheduling-policy``."""
+def refuse_order(order: Order, scheduling: str) -> None:
+    """Raise UnsupportedEngine for an order that this engine cannot serve by. ``scheduling``: vLLM's
+    ``--scheduling-policy``."""
     if is_stock(order, scheduling):
         return
-    if has_tables:
-        raise UnsupportedEngine(
-            f"order {order.name}: counts the blocks of full attention, and this model's layers keep windows or "
-            "states: leave the order out"
-        )
     if scheduling != "fcfs":
         raise UnsupportedEngine(
             f"order {order.name}: ranks requests itself, --scheduling-policy {scheduling} does too: leave the flag out"
@@ -57,10 +60,13 @@ class PolicyHooks:
     kvpolicy: Controller
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_offloading(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0])
+        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        refuse_offloading(config)
+        refuse_connectors(config)
         super().__init__(*args, **kwargs)
         connector = getattr(self, "connector", None)
-        if not isinstance(connector, KVPolicyConnector) or connector.controller is None:
+        own = own_connector(connector)
+        if own is None or own.controller is None:
             problem = "there is none" if connector is None else f"there is {type(connector).__name__}"
             raise UnsupportedEngine(
                 f"--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs its own connector and {problem}: "
@@ -69,7 +75,9 @@ class PolicyHooks:
                 '"kv_role": "kv_producer", '
                 '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\''
             )
-        self.kvpolicy = connector.controller
+        self.kvpolicy = own.controller
+        self.kvpolicy.beside = connectors_beside(config)
+        warn_untested_connectors(self.kvpolicy.beside)
         self._cause: Cause = "reset"  # outside schedule() only a reset preempts requests
         self._forced_out: list[str] = []
         self.loaded_requests = LoadedRequests(self, self.kvpolicy.tables)
@@ -87,11 +95,15 @@ class PolicyHooks:
             self.ordering = None
         if is_stock(order, self.policy.value):
             return
-        refuse_order(order, self.kvpolicy.tables is not None, self.policy.value)
+        refuse_order(order, self.policy.value)
+        if self.vllm_config.speculative_config is not None:
+            raise UnsupportedEngine(f"kvpolicy does not serve {drafts_beside(order.name)}")
         controller = self.kvpolicy
+        if controller.beside:
+            raise UnsupportedEngine(loads_beside(order.name, controller.beside[0]))
         self.ordering = Ordering(
             order, self, lambda: controller.clock(), controller.price, controller.order_failed,
-            lambda request: controller.marks.of(request),
+            lambda request: controller.marks.of(request), controller.tables,
         )  # fmt: skip
         self.ordering.count = controller.metrics.tally.add
         self.ordering.on_choice = partial(controller.displacing, order.label)
@@ -200,7 +212,8 @@ class PolicyHooks:
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
         if request.num_computed_tokens == 0:
             self._inflight_prefills.discard(request)
-        if not failed:
+            self.loaded_requests.requests.pop(request.request_id, None)  # it holds no blocks any more
+        elif not failed and request.request_id in self.loaded_requests.requests:  # not another connector's load
             self.loaded_requests.load_ended(request)
             self.running_order.loaded(request)
 
@@ -208,9 +221,13 @@ class PolicyHooks:
         """Blocks that a load must leave free, which vLLM asks for before it begins one. Included are those that the
         running requests will take while the load lasts: for want of them a request would be preempted.
 
-        Where no request runs a load must leave none for that, so it begins in the end.
+        Where no request runs a load must leave none for that, so it begins in the end. Nor, where no load is under way
+        either, for the tokens that will be drafted after it, which vLLM adds to this number: a request that takes all
+        of the memory by itself could not be loaded for them, and would wait for good.
         """
         reserved = int(super()._inflight_prefill_reserved_blocks())  # type: ignore[misc]
+        if self.vllm_config.speculative_config is not None and not (reserved or self.running):
+            return -self._spec_decode_step_blocks
         return reserved + (self.loaded_requests.growth.blocks(len(self.running)) if self.running_order.counts else 0)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -218,13 +235,14 @@ class PolicyHooks:
         self.kvpolicy.forget_saved()
         for request in self.requests.values():
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                self._unload(request)
+                if request.request_id in self.loaded_requests.requests:  # not another connector's load
+                    self.discard_load(request)
             elif request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0:
                 # Loaded but not yet admitted, as a block is missing: vLLM's own reset would leave it its blocks.
                 self._take_blocks(request)
         return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
 
-    def _unload(self, request: Any) -> None:
+    def discard_load(self, request: Any) -> None:
         """Discard the request's load. A load that may still be under way ends as a failed one.
 
         After a load that has ended the blocks are freed at once. vLLM would free them at the next admission, but while
@@ -244,6 +262,12 @@ class PolicyHooks:
         self._inflight_prefills.discard(request)
         self.running_order.lost(request)
         request.num_computed_tokens = 0
+        # From vLLM 0.31 on those that hold blocks have a queue of their own, which goes first. One that holds none any
+        # more and does not fit would keep those behind it, and what they hold, there for good where no request runs.
+        holding: Any = getattr(self, "kv_holding_waiting", ())
+        if request in holding:
+            holding.remove_request(request)
+            self.waiting.prepend_request(request)
 
     # ---- for tools that drive an engine in process ----
 
@@ -253,6 +277,7 @@ class PolicyHooks:
     running: list[Any]
     waiting: Any
     skipped_waiting: Any
+    vllm_config: Any
     loaded_requests: LoadedRequests
     running_order: RunningOrder
     failed_recving_kv_req_ids: set[str]
@@ -260,6 +285,7 @@ class PolicyHooks:
     kv_cache_config: Any
     kv_cache_manager: Any
     _inflight_prefills: set[Any]
+    _spec_decode_step_blocks: int
 
     def preempt_at_next_step(self, request_id: str) -> None:
         """Preempt a running request at the next step; it can be admitted again from the step after that on."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.factory.copier_for"
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
 CONNECTOR = "KVPolicyConnector"
 CONNECTOR_MODULE = "kvpolicy_vllm.connector"
+MULTI_CONNECTOR = "MultiConnector"
+"""vLLM's connector that stands for a list of others."""
 TEACH = "give it online=on, as in cheapest:COST_MODEL,online=on"
 
 
@@ -29,6 +31,11 @@ class Settings(ServerSettings):
     source: str = option("What the trace's header says it is.", "production")
     copier: str = option(
         "Import path of what makes the worker-side copier. For tests that make copies fail.", DEFAULT_COPIER
+    )
+    share_replicated_kv: bool = option(
+        "Keep KV that is the same on all ranks, as MLA's is, once for all of them on a GPU, too, where it was never "
+        "tested. On a CPU it is kept once.",
+        False,
     )
     policy_object: Policy | None = None
     """The policy itself, if the engine was made in Python with a policy object, which no file or flag can hold."""
@@ -76,9 +83,10 @@ class Settings(ServerSettings):
         )
 
 
-def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """``--kv-transfer-config`` for these keys."""
-    return {
+def transfer_config(extra: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """``--kv-transfer-config`` for these keys. ``others``: the settings of each connector that serves beside
+    kvpolicy's."""
+    own = {
         "kv_connector": CONNECTOR,
         # With a consumer role asynchronous scheduling defers freeing blocks, and so preempts far more.
         "kv_role": "kv_producer",
@@ -88,3 +96,16 @@ def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_connector_extra_config": dict(extra),
     }
+    if not others:
+        return own
+    return {
+        "kv_connector": MULTI_CONNECTOR,
+        "kv_role": "kv_both" if any(map(loads, others)) else "kv_producer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [own, *map(dict, others)]},
+    }
+
+
+def loads(connector: Mapping[str, Any]) -> bool:
+    """Whether a connector with these settings loads what others computed, by its role."""
+    return connector.get("kv_role") in ("kv_both", "kv_consumer")

@@ -86,8 +86,8 @@ def situation_of(
     """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view.
 
     ``survival``: None where only the blocks of other requests survive, and all that are not in host memory are saved at
-    once. Of several block tables all that the request needs is saved at once, and nothing is expected to survive: a
-    request finds its tokens again only where all groups have what it needs.
+    once. Of several block tables all that the request needs is saved at once, and ``hashed_blocks`` are those of the
+    tokens for which every table has what the request needs.
     """
     pool = scheduler.kv_cache_manager.block_pool
     computed, tables = request.num_computed_tokens, running.tables
@@ -96,20 +96,21 @@ def situation_of(
         held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
         shared = len(held) - [block.ref_cnt for block in held].count(1)
         hashed = min(bisect_left(held, True, key=_is_unhashed), computed // size)  # see Controller._contents
+        keyed = held[:hashed]
     else:
-        size, survival = min(tables.block_sizes), None
+        size = min(tables.block_sizes)
         held = [*tables.needed(scheduler, request.request_id, computed).values()]
-        shared = hashed = 0
+        shared, hashed, keyed = 0, tables.findable_tokens(scheduler, request) // size, []
     free = pool.get_num_free_blocks()
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
     hit_blocks = float(shared)
     if survival is not None:
         hit_blocks = survival.hit_blocks(len(held), shared, hashed, free, size, cause)
     save_blocks = float(len(held))
-    if survival is None:
-        save_blocks -= copies.pool.stored(block.block_hash for block in held[:hashed])
+    if survival is None or tables is not None:
+        save_blocks -= copies.pool.stored(block.block_hash for block in keyed)
     elif not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
-        save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in held[int(hit_blocks) : hashed])
+        save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in keyed[int(hit_blocks) :])
         save_blocks = max(0.0, save_blocks)  # a block of which a part is expected to survive may be stored
     return Preemption(
         time_s=now,
@@ -128,7 +129,7 @@ def situation_of(
         free_blocks=free,
         short_blocks=running.short_blocks(request) if cause == "memory" else 0,
         host_blocks=copies.pool.total,
-        free_host_blocks=copies.pool.obtainable(computed, save_blocks, (block.block_hash for block in held[:hashed])),
+        free_host_blocks=copies.pool.obtainable(computed, save_blocks, (block.block_hash for block in keyed)),
         running_requests=len(scheduler.running),
         waiting_requests=max(0, waiting),
         batch_tokens=running.take_out(request),

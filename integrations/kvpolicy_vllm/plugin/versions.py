@@ -18,8 +18,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy import policy as policies
 from kvpolicy.errors import KVPolicyError
+from kvpolicy_vllm.plugin.connector_list import configured, own_settings, problem_of
 from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
-from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
 
 if TYPE_CHECKING:
     from vllm.platforms import Platform
@@ -30,9 +31,18 @@ NEWEST = (0, 33)
 OLDEST_WITH_TABLES = (0, 32)
 """For all but one group of full attention. Earlier versions take a failed load by its blocks, which they refuse where
 there are several groups, and lay out the KV cache in another way."""
+OLDEST_WITH_DEFERRED_FREES = (0, 30)
+"""For blocks that come free a step late. Earlier versions preempt request after request for them."""
 SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "MambaSpec")
 """Specifications of KV cache groups, by vLLM's names."""
+TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector")
+"""Connectors that were tested beside kvpolicy's."""
 SERVED_STATES = ("MAMBA2", "GDN_ATTN")
+SERVED_KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Values of ``--kv-cache-dtype``. Others have scales of their own beside the keys and values, or pack several into a
+byte; what a swap of those gives was never compared."""
+SERVED_DRAFTERS = ("ngram", "draft_model", "eagle", "mtp")
+"""Methods of ``--speculative-config``."""
 BETWEEN_RELEASES = re.compile(r"\d(a|b|rc)\d|\.dev\d")
 """A release candidate, or a build from untagged sources. Not refused, since nearly all of its code is that of a release
 and refusing would exclude all users who build vLLM."""
@@ -109,7 +119,7 @@ def refuse_early() -> None:
     if config is None or config.kv_transfer_config is None or config.model_config is None:
         return
     refuse_unsupported(config, None)
-    settings = Settings.read(config.kv_transfer_config.kv_connector_extra_config)
+    settings = Settings.read(own_settings(config.kv_transfer_config))
     if not policies.needs_engine(settings.policy):
         settings.load_policy()
 
@@ -132,6 +142,7 @@ def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> No
     _refuse_transfer_settings(config)
     _refuse_engine_settings(config)
     _refuse_model(config)
+    _refuse_speculation(config)
     _refuse_routed_experts(config)
     if kv_cache is not None:
         _refuse_kv_cache(config, kv_cache)
@@ -154,20 +165,25 @@ def _refuse_device() -> None:
 def allows_untested(config: VllmConfig) -> bool:
     """Whether the settings allow an untested vLLM. The settings themselves are checked later."""
     transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector_extra_config.get("allow_untested_version") is True
+    return transfer is not None and own_settings(transfer).get("allow_untested_version") is True
 
 
 def _refuse_transfer_settings(config: VllmConfig) -> None:
     transfer = config.kv_transfer_config
     assert transfer is not None
-    if transfer.kv_connector != "KVPolicyConnector":
+    if transfer.kv_connector == MULTI_CONNECTOR:
+        refuse_connectors(config)
+        beside = connectors_beside(config)
+        if beside and _ranks_itself(config):
+            raise UnsupportedEngine(loads_beside(order_of(config), beside[0]))
+    elif transfer.kv_connector != CONNECTOR:
         raise UnsupportedEngine(
-            f"--kv-transfer-config names {transfer.kv_connector}; kvpolicy works only as the one connector: "
-            '"kv_connector": "KVPolicyConnector"'
+            f"--kv-transfer-config names {transfer.kv_connector}; kvpolicy needs its own connector: "
+            f'"kv_connector": "{CONNECTOR}", or "{MULTI_CONNECTOR}" with {CONNECTOR} as the first of its connectors'
         )
-    if transfer.kv_role != "kv_producer":
+    elif transfer.kv_role != "kv_producer":
         raise UnsupportedEngine(
-            f'--kv-transfer-config: kv_role is {transfer.kv_role}, should be "kv_producer" '
+            f'--kv-transfer-config: kv_role of {CONNECTOR} is {transfer.kv_role}, should be "kv_producer" '
             "(a consumer role makes the scheduler hold back freed blocks, which brings more preemptions)"
         )
     if transfer.kv_load_failure_policy != "recompute":
@@ -180,6 +196,46 @@ def _refuse_transfer_settings(config: VllmConfig) -> None:
         raise UnsupportedEngine(
             f"--scheduler-cls is {config.scheduler_config.scheduler_cls}, but KVPolicyConnector needs "
             "--scheduler-cls kvpolicy_vllm.AdaptiveScheduler: without it nothing is ever saved"
+        )
+
+
+def refuse_connectors(config: VllmConfig) -> None:
+    """Refuse lists of connectors in which kvpolicy's cannot serve; called before the connectors are made."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != MULTI_CONNECTOR:
+        return
+    problem = problem_of(transfer)
+    if problem:
+        raise UnsupportedEngine(problem)
+    if transfer.kv_load_failure_policy != "recompute":
+        raise UnsupportedEngine(
+            f"--kv-transfer-config: kv_load_failure_policy of {MULTI_CONNECTOR} is "
+            f'{transfer.kv_load_failure_policy!r}, should be "recompute": otherwise a failed load ends its request'
+        )
+    if transfer.is_kv_consumer and config.scheduler_config.async_scheduling:
+        version = engine_version(allow_untested=allows_untested(config))
+        if version < OLDEST_WITH_DEFERRED_FREES:
+            oldest = ".".join(map(str, OLDEST_WITH_DEFERRED_FREES))
+            raise UnsupportedEngine(
+                f"--kv-transfer-config: kv_role of {MULTI_CONNECTOR} is {transfer.kv_role}, with which a vLLM older "
+                f"than {oldest} preempts request after request under asynchronous scheduling: give "
+                "--no-async-scheduling"
+            )
+
+
+def connectors_beside(config: VllmConfig) -> list[str]:
+    """Names of the connectors that serve beside kvpolicy's."""
+    transfer = config.kv_transfer_config
+    listed = [] if transfer is None else configured(transfer)
+    return [name for one in listed if (name := str(one.get("kv_connector"))) != CONNECTOR]
+
+
+def warn_untested_connectors(names: Iterable[str]) -> None:
+    """Log a warning where connectors serve beside kvpolicy's that were not tested there."""
+    untested = [name for name in names if name not in TESTED_BESIDE]
+    if untested:
+        logger.warning(
+            "kvpolicy: %s was not tested beside it; tested are %s", ", ".join(untested), ", ".join(TESTED_BESIDE)
         )
 
 
@@ -198,8 +254,11 @@ def is_adaptive(scheduler_cls: Any) -> bool:
 def _refuse_engine_settings(config: VllmConfig) -> None:
     parallel = config.parallel_config
     refusals = (
-        (config.speculative_config is not None, "speculative decoding: leave --speculative-config out"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: --pipeline-parallel-size should be 1"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism: --pipeline-parallel-size should be 1 (vLLM's CPU build cannot run it, and nowhere "
+            "else was a swap tested with it)",
+        ),
         (
             getattr(parallel, "decode_context_parallel_size", 1) > 1
             or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
@@ -208,6 +267,10 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
         (
             getattr(parallel, "nnodes_within_dp", 1) > 1,
             "an engine over several nodes, whose clocks cannot be compared: --nnodes should be 1 for each engine core",
+        ),
+        (
+            str(config.cache_config.cache_dtype) not in SERVED_KV_DTYPES,
+            f"--kv-cache-dtype {config.cache_config.cache_dtype}, only {', '.join(SERVED_KV_DTYPES)}",
         ),
     )
     _refuse_first(refusals)
@@ -232,6 +295,56 @@ def _refuse_model(config: VllmConfig) -> None:
             )
     if model.use_mla:
         _refuse_older(config, "an MLA model")
+
+
+def _refuse_speculation(config: VllmConfig) -> None:
+    """Refuse drafted tokens where no test has shown that a swap changes nothing."""
+    speculation, model = config.speculative_config, config.model_config
+    if speculation is None:
+        return
+    instead = "leave --speculative-config out"
+    _refuse_older(config, "speculative decoding", instead)
+    method = speculation.method
+    refusals = (
+        (method not in SERVED_DRAFTERS, f"speculation by {method}, only by {', '.join(SERVED_DRAFTERS)}: {instead}"),
+        # Which of a request's states is the one after its last accepted token only the worker knows.
+        (model.is_hybrid, f"speculative decoding of a model whose layers keep states beside attention: {instead}"),
+        (model.use_mla, f"speculative decoding of an MLA model: {instead}"),
+        # A CPU turns it off after this is asked first.
+        (
+            bool(config.scheduler_config.async_scheduling) and not platform().is_cpu(),
+            "speculative decoding with asynchronous scheduling: give --no-async-scheduling",
+        ),
+        (_ranks_itself(config), drafts_beside(order_of(config))),
+    )
+    _refuse_first(refusals)
+
+
+def order_of(config: VllmConfig) -> str:
+    """The order of service that the settings name. The settings themselves are checked later."""
+    transfer = config.kv_transfer_config
+    return "fcfs" if transfer is None else str(own_settings(transfer).get("order", "fcfs"))
+
+
+def _ranks_itself(config: VllmConfig) -> bool:
+    """Whether the order of service is another than vLLM's own."""
+    return order_of(config) not in ("fcfs", config.scheduler_config.policy)
+
+
+def loads_beside(order: str, connector: str) -> str:
+    """Why another connector is refused beside an order of service, and what would be right."""
+    return (
+        f"order {order}: reckons with what a request loads, and what {connector} loads is not known to it: leave the "
+        "order out, or the other connectors"
+    )
+
+
+def drafts_beside(order: str) -> str:
+    """Why drafted tokens are refused beside an order of service, and what would be right."""
+    return (
+        f"speculative decoding beside order {order}, which counts the blocks of one token a step: leave the order or "
+        "--speculative-config out"
+    )
 
 
 def _refuse_routed_experts(config: VllmConfig) -> None:

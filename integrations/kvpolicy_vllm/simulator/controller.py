@@ -151,6 +151,7 @@ def take_control(
 ) -> SimulatedController:
     """Replace the controller that scheduler and connector were made with by a simulated one, and return it."""
     controller = SimulatedController(core, server, policy, seed, clock, sink, on_decision)
+    controller.keep_tables(scheduler.kvpolicy.tables)
     scheduler.connector.controller.close()
     scheduler.connector.controller = scheduler.kvpolicy = controller
     return controller

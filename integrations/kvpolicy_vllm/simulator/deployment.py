@@ -19,25 +19,49 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvpolicy.errors import InputError
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.base import NULL_BLOCK
 from kvpolicy_vllm.plugin import NAME, register
+from kvpolicy_vllm.plugin.kv_layout import block_bytes
+from kvpolicy_vllm.simulator.model_layers import ModelLayers, kv_cache_of, prepare
 
 HEADS, HEAD_DIM = 1, 16
 """Shape of a placeholder model. Scheduling does not depend on it: bytes and times are the server's own."""
 
 
-def scheduler_for(server: Server) -> Any:
-    """The scheduler that vLLM would make for this server with the plugin. Raises ValueError as vLLM does."""
+def scheduler_for(server: Server, layers: ModelLayers | None = None) -> Any:
+    """The scheduler that vLLM would make for this server with the plugin. ``layers``: None for full attention alone.
+
+    Raises ValueError as vLLM does, and InputError where the server's blocks are not those of the layers.
+    """
     with _environment_kept():
-        config = _configuration(server)
+        config = _configuration(server, layers)
+        more: dict[str, Any] = {"kv_cache_config": _kv_cache(server), "block_size": server.block_size}
+        if layers is not None:
+            kv_cache, scheduler_block_size = kv_cache_of(config, layers, server.device_blocks + NULL_BLOCK)
+            _refuse_other_blocks(server, layers, block_bytes(kv_cache))
+            more = {"kv_cache_config": kv_cache, "block_size": scheduler_block_size}
+            more["hash_block_size"] = kv_cache.hash_block_size
         return config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
-            kv_cache_config=_kv_cache(server),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=server.block_size,
             log_stats=False,
+            **more,
         )
+
+
+def block_bytes_of(layers: ModelLayers) -> int:
+    """Bytes of one KV block of a model with these layers. Takes seconds: vLLM says it."""
+    with _environment_kept():
+        server = Server(layers.block_size, 1, 1, 0, max_model_len=layers.block_size)
+        return block_bytes(kv_cache_of(_configuration(server, layers), layers, 2)[0])
+
+
+def _refuse_other_blocks(server: Server, layers: ModelLayers, right_bytes: int) -> None:
+    for name, right in (("block_size", layers.block_size), ("block_bytes", right_bytes)):
+        if getattr(server, name) != right:
+            raise InputError(f"{name} is {getattr(server, name)}, but the layers of {layers.name} have {right}")
 
 
 @contextmanager
@@ -65,7 +89,7 @@ def _kv_cache(server: Server) -> KVCacheConfig:
     return cache
 
 
-def _configuration(server: Server) -> Any:
+def _configuration(server: Server, layers: ModelLayers | None) -> Any:
     config = _cached_configuration(
         server.block_size,
         server.max_model_len,
@@ -73,6 +97,7 @@ def _configuration(server: Server) -> Any:
         server.token_budget,
         server.prefix_caching,
         server.scheduling,
+        layers,
     )
     config.cache_config.num_gpu_blocks = server.device_blocks + NULL_BLOCK
     # The CPU platform would turn it off, but the scheduler alone does not depend on the platform.
@@ -81,8 +106,10 @@ def _configuration(server: Server) -> Any:
     return config
 
 
-@lru_cache(maxsize=1)
-def _cached_configuration(block: int, context: int, running: int, budget: int, caching: bool, scheduling: str) -> Any:
+@lru_cache(maxsize=4)
+def _cached_configuration(
+    block: int, context: int, running: int, budget: int, caching: bool, scheduling: str, layers: ModelLayers | None
+) -> Any:
     """vLLM's configuration, cached as it takes seconds to make. Fields that are changed later are set for every run."""
     platform = vllm.platforms.current_platform
     if not (platform.is_cuda() or platform.is_cpu()):
@@ -104,7 +131,10 @@ def _cached_configuration(block: int, context: int, running: int, budget: int, c
             scheduler_cls="kvpolicy_vllm.AdaptiveScheduler",
             kv_transfer_config=_transfers(),
         )
-        return arguments.create_engine_config()
+        config = arguments.create_engine_config()
+    if layers is not None:
+        prepare(config, layers)
+    return config
 
 
 def _transfers() -> dict[str, Any]:

@@ -30,6 +30,7 @@ from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
 from kvpolicy_vllm.simulator.controller import WorkObserver, name_of, take_control, transfer_params
 from kvpolicy_vllm.simulator.deployment import scheduler_for
+from kvpolicy_vllm.simulator.model_layers import ModelLayers, max_blocks
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
 from kvpolicy_vllm.simulator.virtual_worker import VirtualWorker, load_of_output
 
@@ -39,14 +40,21 @@ class VllmScheduler:
 
     ``wall``: clock that times the simulation itself. ``created``: date in the trace's header, fixed so that equal runs
     give equal traces. The trace has the rows that the plugin would write; requests are named by their index in the
-    source.
+    source. ``layers``: what the model's layers keep of a request, and None for full attention alone. They say what is
+    scheduled, saved and loaded; steps take as long as ``Times`` says, whatever the layers are.
     """
 
     name = "vllm"
 
-    def __init__(self, wall: Callable[[], float] = time.perf_counter, created: str = FIXED_DAY) -> None:
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.perf_counter,
+        created: str = FIXED_DAY,
+        layers: ModelLayers | None = None,
+    ) -> None:
         self._wall = wall
         self._created = created
+        self._layers = layers
 
     @property
     def rules(self) -> str:
@@ -69,10 +77,13 @@ class VllmScheduler:
             raise InputError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
         start_s = self._wall()
         identity = Identity(requests, policy, server, times, seed)
+        engine = f"vllm {vllm.__version__}, its scheduler alone"
         core = identity.core("vllm")
+        if self._layers is not None:
+            core, engine = identity.core(f"vllm-{self._layers.digest}"), f"{engine}, {self._layers}"
         if sink is not None:
-            sink.begin(core, identity.header(core, f"vllm {vllm.__version__}, its scheduler alone", self._created))
-        tallied = Engine(core, identity, sink, on_decision, slo).serve()
+            sink.begin(core, identity.header(core, engine, self._created))
+        tallied = Engine(core, identity, sink, on_decision, slo, self._layers).serve()
         trace = None if sink is None else sink.finish()
         return Run(tallied.summary(self._wall() - start_s), trace)
 
@@ -115,12 +126,13 @@ class Engine:
         sink: Sink | None,
         on_decision: DecisionObserver | None = None,
         slo: Slo = NO_SLO,
+        layers: ModelLayers | None = None,
     ) -> None:
-        """``identity``: all that the run follows from."""
+        """``identity`` and ``layers``: all that the run follows from."""
         self.server = server = identity.server
         times, policy, seed = identity.times, identity.policy, identity.seed
         self.clock = VirtualClock()
-        self.scheduler = scheduler_for(server)
+        self.scheduler = scheduler_for(server, layers)
         self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision)
         self.scheduler.serve_by(server.order)
         if self.scheduler.ordering is not None:
@@ -133,7 +145,8 @@ class Engine:
         self._hasher: Any = None
         if server.prefix_caching:
             init_none_hash(sha256)
-            self._hasher = get_request_block_hasher(server.block_size, sha256)
+            hashed_tokens = server.block_size if layers is None else self.scheduler.hash_block_size
+            self._hasher = get_request_block_hasher(hashed_tokens, sha256)
         self._flying = deque[Flight]()
         self._depth = 2 if server.asynchronous else 1
 
@@ -284,7 +297,7 @@ class Engine:
             raise InputError(
                 f"request {number} has {tokens} tokens, prompt and output; max_model_len is {server.max_model_len}"
             )
-        blocks = -(-(tokens - 1) // server.block_size)
+        blocks = max_blocks(self.scheduler.kv_cache_manager.coordinator.single_type_managers, tokens - 1)
         if blocks > server.device_blocks:
             raise InputError(
                 f"request {number} needs {blocks} blocks of {server.block_size} tokens for its {tokens} tokens; "

@@ -8,7 +8,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from kvpolicy_vllm.plugin.copiers.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
+from kvpolicy_vllm.plugin.copiers.arena import host_arena
+from kvpolicy_vllm.plugin.copiers.staging import STAGED_BYTES, StagedCopier, Staging, runs_of
 from kvpolicy_vllm.plugin.messages import Job
 from tests.plugin.copiers.segments import made_segments
 

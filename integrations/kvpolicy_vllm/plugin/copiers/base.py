@@ -11,12 +11,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.plugin.messages import Direction, Job, Transfer
+
+if TYPE_CHECKING:
+    from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
 
 IDLE_NAP_S = 0.001
 """Seconds that an engine with nothing to compute waits for a copy before it polls again."""
@@ -111,7 +115,8 @@ class Copier(ABC):
 
     ``save`` and ``load`` begin copies, which run beside the engine's steps; ``poll`` reports each load once. Of a
     save's blocks, work that the engine launches next, or later, may overwrite those that ``save`` or a later ``finish``
-    is given. Subclasses implement the copies; times, validity and the simulated link are handled here.
+    is given. Subclasses implement the copies; times, validity and the simulated link are handled here. ``shared``: the
+    host pool, where every rank has the same KV and one of them saves it for all.
     """
 
     def __init__(
@@ -122,7 +127,9 @@ class Copier(ABC):
         link: SimulatedLink | None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        shared: SharedPool | None = None,
     ) -> None:
+        self.shared = shared
         self.device_segments = device_segments
         self.pinned = pin_memory and device_segments[0].device.type != "cpu"
         self.block_bytes = sum(segment.shape[1] * segment.element_size() for segment in device_segments)
@@ -138,9 +145,15 @@ class Copier(ABC):
         self._loading: deque[tuple[Job, float, float, float, int]] = deque()
         self._saving: deque[_Saving] = deque()
         self._failed_loads: list[Job] = []
+        self._saved_by: dict[int, int] = {}
+        """By slot of a shared pool, number of the save that another rank was last given for it."""
+        self._awaiting: list[Job] = []
+        """Loads that wait for another rank's saves."""
 
     def host_pool(self, slots: int) -> list[torch.Tensor]:
         """Allocate the host pool: a tensor of shape (slots, elements) for each segment."""
+        if self.shared is not None:
+            return self.shared.segments_in(self.device_segments)
         return [torch.empty((slots, segment.shape[1]), dtype=segment.dtype) for segment in self.device_segments]
 
     @abstractmethod
@@ -187,6 +200,9 @@ class Copier(ABC):
         A failed copy is recorded, and loading it fails later.
         """
         submit = self._clock()
+        if self.shared is not None and not self.shared.saves_here:
+            self._leave_to_another(job, submit)
+            return
         queued = sum(len(saving.job.slots) for saving in self._saving) * self.block_bytes
         job, urgent = _overwritten_first(job, overwritten)
         try:
@@ -201,6 +217,14 @@ class Copier(ABC):
         self._saved_s.update(dict.fromkeys(job.slots, end))
         self._saving.append(_Saving(job, submit, start, end, called_s, queued, set(job.block_ids[urgent:])))
         self._record_saved()
+
+    def _leave_to_another(self, job: Job, now: float) -> None:
+        """Another rank saves the same for all: nothing is copied here."""
+        for slot in job.slots:
+            self._saved_s.pop(slot, None)
+            self._saved_by[slot] = job.copy_id
+        self._record(job, "save", True, now, now, now, 0)
+        self.transfers[-1] = replace(self.transfers[-1], bytes=0, segments=0)
 
     def _record_saved(self) -> None:
         while self._saving:
@@ -218,8 +242,15 @@ class Copier(ABC):
             self._saving.popleft()
 
     def load(self, job: Job) -> None:
-        """Begin to load blocks. Where one of them was never saved, the load fails at once."""
+        """Begin to load blocks. Where one of them was never saved, the load fails at once. Where another rank still
+        saves one, the load begins at a later poll."""
         submit = self._clock()
+        if self.shared is not None and not self.shared.saves_here:
+            saved = self.shared.has(job.slots, self._saved_by)
+            if saved is None:
+                self._awaiting.append(job)
+                return
+            self._saved_s.update(dict.fromkeys(job.slots, submit) if saved else {})
         queued = sum(len(waiting[0].slots) for waiting in self._loading) * self.block_bytes
         try:
             saved_s = max(map(self._saved_until, job.slots))
@@ -253,7 +284,10 @@ class Copier(ABC):
             self._record(saving.job, "save", False, saving.submit_s, start, now, saving.queued_bytes, reason)
         for job, submit, start, _, queued in self._loading:
             self._record(job, "load", False, submit, min(start, now), now, queued, reason)
-        return Leftover(self.transfers, self._failed_loads + [waiting[0] for waiting in self._loading])
+        for job in self._awaiting:
+            self._record(job, "load", False, now, now, now, 0, reason)
+        unfinished = [waiting[0] for waiting in self._loading] + self._awaiting
+        return Leftover(self.transfers, self._failed_loads + unfinished)
 
     def take_over(self, leftover: Leftover) -> None:
         """Report what an earlier copier had not reported. Its copies are not taken over: loading them fails."""
@@ -263,6 +297,9 @@ class Copier(ABC):
     def poll(self, idle: bool = False) -> list[Finished]:
         """Loads that ended since the last call, each once. ``idle``: wait a moment, as there is no other work."""
         self._record_saved()
+        awaiting, self._awaiting = self._awaiting, []
+        for job in awaiting:
+            self.load(job)
         finished = [Finished(job, False) for job in self._failed_loads]
         self._failed_loads = []
         if idle and self._loading and not finished:
@@ -286,7 +323,7 @@ class Copier(ABC):
             self._loading.popleft()
         if idle and self._loading and not finished and self._loading[0][3] <= self._clock():
             self._sleep(IDLE_NAP_S)  # the end is unknown: only the device can tell
-        elif idle and self._saving and not self._loading and not finished:
+        elif idle and (self._saving or self._awaiting) and not self._loading and not finished:
             self._sleep(IDLE_NAP_S)
         return finished
 
@@ -310,6 +347,8 @@ class Copier(ABC):
         queued: int,
         error: str = "",
     ) -> None:
+        if self.shared is not None and self.shared.saves_here and direction == "save":
+            self.shared.ended(job.slots, job.copy_id, ok)
         pieces = len(self.device_segments)
         self.transfers.append(
             Transfer(

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from vllm import _custom_ops as ops
 
+from kvpolicy_vllm.plugin.copiers.arena import host_arena, offsets_of, segments_in
 from kvpolicy_vllm.plugin.copiers.base import Copier, Span
-from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, offsets_of, part_of, segments_in
+from kvpolicy_vllm.plugin.copiers.staging import Staging, part_of
 from kvpolicy_vllm.plugin.messages import Job
 
 URGENT_BYTES = 32 << 20
@@ -55,7 +56,7 @@ class CudaCopier(Copier):
         self._piece_offset = np.array(offsets_of(self.device_segments)[:-1], dtype=np.int64)
 
     def host_pool(self, slots: int) -> list[torch.Tensor]:
-        self.arena = host_arena(slots, self.block_bytes)
+        self.arena = host_arena(slots, self.block_bytes) if self.shared is None else self.shared.arena
         if self.pinned:
             _page_lock(self, self.arena)
         return segments_in(self.arena, self.device_segments)

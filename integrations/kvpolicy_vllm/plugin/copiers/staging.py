@@ -1,41 +1,21 @@
 """Gathers blocks on the device, so that one piece per block crosses the link instead of one per layer.
 
-Plain torch, for any device; the caller orders the streams. The host pool is one range of memory in which a slot's bytes
-are contiguous, one layer after the other.
+Plain torch, for any device; the caller orders the streams.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import torch
 
+from kvpolicy_vllm.plugin.copiers.arena import host_arena, offsets_of, segments_in
 from kvpolicy_vllm.plugin.copiers.base import Copier
 from kvpolicy_vllm.plugin.messages import Job
 
 STAGED_BYTES = 64 << 20
 """Bytes of device memory per direction. Larger copies are split into parts."""
-
-
-def host_arena(slots: int, block_bytes: int) -> torch.Tensor:
-    """Bytes of shape (slots, block_bytes), on memory pages of their own: whole pages are locked, and two locked ranges
-    must not share one."""
-    pages = mmap.mmap(-1, slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(slots, block_bytes)
-
-
-def offsets_of(segments: Sequence[torch.Tensor]) -> list[int]:
-    """Offset of each segment's piece in a slot, followed by the slot's size; bytes."""
-    return [0, *accumulate(segment.shape[1] * segment.element_size() for segment in segments)]
-
-
-def segments_in(arena: torch.Tensor, segments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of the arena by segment, each of shape (slots, elements) and of its segment's type."""
-    edges = pairwise(offsets_of(segments))
-    return [arena[:, begin:end].view(segment.dtype) for segment, (begin, end) in zip(segments, edges, strict=True)]
 
 
 def runs_of(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
