@@ -7,6 +7,7 @@ without arguments, are an :class:`Integration`.
 from __future__ import annotations
 
 import subprocess
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpolicy import overflow
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import EngineFailed, KVPolicyError
 from kvpolicy.fields import AMOUNT, refuse_no_path, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.order import load_order
 from kvpolicy.policy import Policy
-from kvpolicy.settings import Measurement, ServerSettings
+from kvpolicy.settings import Measurement, ServerSettings, refuse_no_flags
 
 if TYPE_CHECKING:  # not to load a simulator where flags are written
     from kvpolicy.simulator.base import Simulator
@@ -41,8 +42,17 @@ class Report(Protocol):
     def text(self) -> str: ...
 
 
+class NotServed(KVPolicyError):
+    """A server that was not started, since its engine would refuse the plugin; the message says why, and what helps."""
+
+
 class Checked(Report, Protocol):
     """Whether a model is served."""
+
+    @property
+    def served(self) -> bool | None:
+        """None where only the engine itself can tell, at its start."""
+        ...
 
     @property
     def ok(self) -> bool: ...
@@ -141,9 +151,7 @@ def _served(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str])
         settings = ServerSettings(settings)  # which refuses an object, with its path
     refuse_other("settings", settings, ServerSettings, "a policy's name or ServerSettings")
     refuse_other("llm", llm, str, "a model's name or folder, as a text")
-    refuse_single(vllm_flags=vllm_flags)
-    for number, flag in enumerate(vllm_flags):
-        refuse_other(f"vllm_flags[{number}]", flag, str, "a text")
+    refuse_no_flags(vllm_flags)
     return settings
 
 
@@ -156,27 +164,48 @@ def check(llm: str, settings: ServerSettings | str = "always-swap", vllm_flags: 
     return engine().check(llm, _served(llm, settings, vllm_flags), vllm_flags)
 
 
-def serve(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+def refuse_unserved(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> str:
+    """Look beforehand whether a server would serve the model; arguments as for :func:`serve`.
+
+    Returns why that cannot be told, which should stop no server, or an empty text. Raises :class:`NotServed`.
+    """
+    try:
+        found = check(llm, settings, vllm_flags)
+    except (EngineFailed, EngineMissing) as error:
+        return f"it could not be looked at beforehand: {str(error).strip().splitlines()[-1]}"
+    if found.served is False:
+        raise NotServed(f"{found.text()}\n--no-check (check=False in Python) starts the server all the same")
+    return "" if found.served else found.text()
+
+
+def serve(
+    llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = (), check: bool = True
+) -> subprocess.Popen[bytes]:
     """Start vLLM's server for model ``llm`` with the policy on, in a process of its own, and return that process.
 
     ``settings``: a policy by name, or its name with further settings. The server is another process, which no policy
     object can reach: a policy of one's own is named ``python:MODULE:FACTORY`` in
     ``ServerSettings(..., allow_python_policies=True)``. ``vllm_flags``: as on the command line, ``["--port", "8001"]``.
+    ``check``: find out before, in some seconds, whether the plugin serves the model with these flags.
 
     The server answers some time after this returns. It inherits the environment and the output of this process, and
     runs until ``terminate()`` is called. Its command is ``args`` of the process.
 
     Raises WrongValue for a wrong argument, a policy object included, InputError for a flag that would undo the
-    plugin's, :class:`EngineMissing` without an engine, and the errors of :func:`kvpolicy.policy.load` for the policy.
+    plugin's, :class:`NotServed` by the check, :class:`EngineMissing` without an engine, and the errors of
+    :func:`kvpolicy.policy.load` for the policy. Warns where the check cannot tell.
     """
-    return subprocess.Popen(serve_command(llm, settings, vllm_flags))
+    command = serve_command(llm, settings, vllm_flags)
+    if check and (unknown := refuse_unserved(llm, settings, vllm_flags)):
+        warnings.warn(unknown, stacklevel=2)
+    return subprocess.Popen(command)
 
 
 def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
     """Measure both options in the same states on a live engine and write a trace to ``out``.
 
-    An unfinished profile in ``out`` is resumed. Raises WrongValue for a wrong argument, :class:`EngineMissing` without
-    an engine.
+    An unfinished profile in ``out`` is resumed. Raises WrongValue for a wrong argument, InputError for flags with which
+    a server would not start, EngineFailed where an engine fails, :class:`EngineMissing` without an engine.
     """
     refuse_no_path("out", out)
     refuse_other("how", how, Measurement, "a Measurement")

@@ -3,11 +3,12 @@ and those of a measurement, which are flags of `kvpolicy profile` and `kvpolicy 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvpolicy.extensions import FORM, PREFIX, names_module
-from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, validate
+from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, refuse_other, refuse_single, validate
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.order import HELP as ORDERS
 from kvpolicy.order import spec as orders
@@ -78,13 +79,31 @@ def _refuse_object(policy: object) -> None:
 class Measurement:
     """Settings with which a live engine is measured."""
 
-    llm: Path | None = option("Folder of a model. Default: a small model is generated.", None)
+    llm: Path | None = option("Folder of a model, or its id at a hub. Default: a small model is generated.", None)
     quick: bool = option(
         "Fewer states, levels and repeats: takes minutes, or a quarter of an hour for a study on two cores.",
         False,
     )
     link: SimulatedLink | None = option(LINK, None)
     seed: int = option(SEED, 0, AMOUNT)
+    vllm_flags: Sequence[str] = ()
+    """vLLM's flags of the server that the costs are for, as on its command line: ``["--tensor-parallel-size", "2"]``.
+    With any, or with a model's id at a hub, the engine is that server's: its data types and ranks, its block size
+    alone, its token budget and requests, and its environment. Without, kvpolicy chooses, over several block sizes."""
+    minutes: float | None = option(
+        "Minutes that this call may take. What has not been measured by then is listed, and left to the next call.",
+        None,
+        POSITIVE,
+    )
 
     def __post_init__(self) -> None:
         validate(self)
+        refuse_no_flags(self.vllm_flags)
+        object.__setattr__(self, "vllm_flags", tuple(self.vllm_flags))
+
+
+def refuse_no_flags(vllm_flags: Sequence[str]) -> None:
+    """Raise WrongValue for what is no list of texts."""
+    refuse_single(vllm_flags=vllm_flags)
+    for number, flag in enumerate(vllm_flags):
+        refuse_other(f"vllm_flags[{number}]", flag, str, "a text")

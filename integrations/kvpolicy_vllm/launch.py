@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -26,6 +27,10 @@ REFUSED = {
     "--kv-transfer-config": "kvpolicy sets it itself; its options are kvpolicy's own, as --host-gib and --trace",
     "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in the memory set by --host-gib",
 }
+REFUSED_WHEN_MEASURED = REFUSED | {
+    "--num-gpu-blocks-override": "kvpolicy sets it itself: as many blocks as the measured states need",
+}
+"""An engine that is measured gets what it needs of these."""
 AMBIGUOUS_PREFIX = "--kv-"
 """vLLM accepts any unambiguous prefix of a flag. This prefix and shorter ones are ambiguous."""
 SHUTDOWN = "--shutdown-timeout"
@@ -95,12 +100,28 @@ def serve_flags(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -
     return [*flags(extra), *shutdown_flags, *vllm_flags]
 
 
-def _refuse_flags(present_flags: Iterable[tuple[str, str]]) -> None:
+def refuse_measured(vllm_flags: Sequence[str], has_model: bool, also: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise InputError for a flag that an engine to be measured may not have.
+
+    ``has_model``: whether a model is named; only then a file of flags may name one as well, which vLLM ignores.
+    ``also``: further flags, each with the reason.
+    """
+    refused = REFUSED_WHEN_MEASURED | dict(also)
+    if not has_model:
+        refused["--model"] = "the model to measure is given by --llm"
+    _refuse_flags(_present_flags(vllm_flags), refused, "of an engine that is measured")
+
+
+def _refuse_flags(
+    present_flags: Iterable[tuple[str, str]],
+    refused_flags: Mapping[str, str] = MappingProxyType(REFUSED),
+    when: str = "together with --policy",
+) -> None:
     """Raise InputError naming the first flag that kvpolicy sets itself, also in a ``--config`` file."""
     for flag, where in present_flags:
-        for refused, reason in REFUSED.items():
+        for refused, reason in refused_flags.items():
             if _may_mean(flag, refused, AMBIGUOUS_PREFIX):
-                raise InputError(f"{flag}{where} cannot be given together with --policy: {reason}")
+                raise InputError(f"{flag}{where} cannot be given {when}: {reason}")
 
 
 def _present_flags(vllm_flags: Sequence[str]) -> list[tuple[str, str]]:

@@ -21,6 +21,9 @@ from typer.models import OptionInfo
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, is_optional, kind_of, options_of
 
+SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings of a command that takes the flags of vLLM's server besides its own."""
+
 
 def command(function: Callable[..., Any], json_help: str = "") -> Callable[..., None]:
     """Wrap ``function``, which returns a report or None, as a typer command.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 
 import kvpolicy
 from kvpolicy import integrations
-from kvpolicy.cli.flags import command, show
+from kvpolicy.cli.flags import SERVER_FLAGS, command, show
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.explanation import Question
 from kvpolicy.fields import WrongValue
@@ -22,19 +23,19 @@ from kvpolicy.policy import HELP
 from kvpolicy.policy.objective import FORM
 from kvpolicy.settings import SEED, Measurement, ServerSettings
 
-SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 ALWAYS_SWAP = ServerSettings("always-swap")
 
 Seed = Annotated[int, typer.Option(help=SEED)]
 
 
 def profile(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the trace. An unfinished profile in it is resumed.")],
     how: Measurement = Measurement(),
 ) -> Any:
-    """Measure recompute and swap in the same states on a live engine."""
-    return kvpolicy.profile(out, how)
+    """Measure recompute and swap in the same states on a live engine. Flags after -- are vLLM's, those of the server
+    that the costs are for."""
+    return kvpolicy.profile(out, replace(how, vllm_flags=tuple(context.args)))
 
 
 def train(
@@ -134,12 +135,17 @@ def serve(
     ],
     settings: ServerSettings,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not find out before whether the plugin serves the model.")
+    ] = False,
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's are passed to vLLM unchanged."""
     command = integrations.serve_command(llm, settings, context.args)
     if dry_run:
         typer.echo(integrations.launcher().shell_line(command))
         return
+    if not no_check and (unknown := integrations.refuse_unserved(llm, settings, context.args)):
+        typer.echo(f"kvpolicy: warning: {' '.join(unknown.split())}", err=True)
     sys.stdout.flush()
     # The server replaces this process, so that it receives signals.
     os.execvp(command[0], command)
@@ -189,7 +195,7 @@ def add_to(app: typer.Typer) -> None:
     def add(function: Callable[..., Any], json_help: str = "", **settings: Any) -> None:
         app.command(function.__name__.replace("_", "-"), **settings)(command(function, json_help))
 
-    add(profile)
+    add(profile, context_settings=SERVER_FLAGS)
     add(train)
     add(calibrate)
     add(evaluate, "File for the report.")

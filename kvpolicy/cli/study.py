@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.cli.flags import command
+from kvpolicy.cli.flags import SERVER_FLAGS, command
 from kvpolicy.errors import InputError
 from kvpolicy.fields import option
 from kvpolicy.overflow import FIGURES
@@ -84,15 +84,17 @@ def recommend(
 
 
 def characterize(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the trace. An unfinished study in it is resumed.")],
     figure: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(FIGURES)} or all. May be given several times.")
     ] = None,
     how: Measurement = Measurement(),
 ) -> Any:
-    """Measure the data for the overflow study's figures on a live engine."""
+    """Measure the data for the overflow study's figures on a live engine. Flags after -- are vLLM's, those of the
+    server that is studied."""
     try:
-        return kvpolicy.characterize(out, figure or ["all"], how)
+        return kvpolicy.characterize(out, figure or ["all"], replace(how, vllm_flags=tuple(context.args)))
     except KeyboardInterrupt as interrupt:
         typer.echo(f"\nkvpolicy: {interrupt}", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -118,5 +120,5 @@ def report(
 def add_to(app: typer.Typer) -> None:
     for function in (simulate, recommend):
         app.command()(command(function, "File for the figures."))
-    app.command()(command(characterize))
+    app.command(context_settings=SERVER_FLAGS)(command(characterize))
     app.command()(command(report, "File for the findings."))

@@ -11,7 +11,7 @@ from kvpolicy import trace as traces
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.reporting.measurements import material
 from kvpolicy.trace import Trace
-from kvpolicy_vllm.bench.profile_results import finish_core, finish_profile
+from kvpolicy_vllm.bench.profile_results import LeftOut, finish_core, finish_profile
 from tests.synthetic import make_trace
 
 SHIPPED = Path(__file__).resolve().parents[2] / "traces" / "cpu-llama-native"
@@ -50,3 +50,16 @@ def test_a_finished_profile_says_what_a_recomputed_token_costs(tmp_path: Path) -
     prices = report.prices
     assert prices.lowest is not None and prices.highest is not None and 0 < prices.lowest < prices.highest < 1
     assert report.text().endswith(prices.sentence()) and "a profile cannot say" in prices.sentence()
+
+
+def test_what_is_left_out_is_listed_by_state_and_part() -> None:
+    left_out = {"b32-001": 1, "b32-004": 2, "check-swap-b32": 3}
+    (line,) = LeftOut(left_out, ("b64-pass1",)).lines({"b32-004", "b32-000", "check-swap-b32"})
+    assert line == (
+        "  left out: states not measured at all: b32-001; 5 repeats of measured states; parts not begun: b64-pass1; "
+        "the same command goes on with them"
+    )
+    assert LeftOut().lines({"b32-000"}) == []
+    assert LeftOut({}, ("b64-pass1",)).lines(()) == [
+        "  left out: parts not begun: b64-pass1; the same command goes on with them"
+    ]

@@ -10,8 +10,11 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli import main
-from kvpolicy.overflow import FIGURES
+from kvpolicy.overflow import FIGURES, SEQUENCE_LENGTH
 from kvpolicy.trace import Trace
+from kvpolicy_vllm.bench.budget import Budget
+from kvpolicy_vllm.bench.profile_parts import Rig
+from kvpolicy_vllm.bench.reach import QUICK, steps_of
 from kvpolicy_vllm.bench.run_characterize import Study, finished_parts
 from tests.synthetic import make_trace
 
@@ -40,3 +43,13 @@ def test_an_interrupt_names_what_is_kept_and_exits_with_130(
     assert left.value.code == 130
     err = capsys.readouterr().err
     assert "interrupted: 1 parts are measured and kept in" in err and "the same command again" in err
+
+
+def test_no_part_is_begun_after_the_time_is_over(tmp_path: Path) -> None:
+    """An engine would be asked for by then; the parts that are left are named."""
+    names = [name for step in steps_of(QUICK, (SEQUENCE_LENGTH,), device=False) for name in step.names]
+    study = Study(tmp_path, {}, {names[0]: "core"}, 0, (SEQUENCE_LENGTH,))
+    now_s = iter((0.0, *[61.0] * 10))
+    budget = Budget.of(1.0, lambda: next(now_s))
+    study.measure(Rig(tmp_path, QUICK.learning, None, 0, False), QUICK, tmp_path, lambda *told: None, budget)
+    assert len(names) > 1 and study.not_begun == tuple(names[1:])

@@ -24,17 +24,20 @@ from kvpolicy.errors import EngineFailed
 from kvpolicy.fields import changed_values
 from kvpolicy_vllm.plugin.settings import SCHEDULER, Settings, transfer_config
 
+FLAGS = "server_flags"
+"""Among an engine's arguments: ``[LLM, FLAG, ...]`` of the server whose engine it is measured as."""
 LAST_LINES = 40
 PATIENCE_S = 20.0
 """Seconds that an engine without further jobs may take to exit before it is killed."""
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def environment(measures: bool = True) -> dict[str, str]:
+def environment(measures: bool = True, as_server: bool = False) -> dict[str, str]:
     """Environment of an engine process. Variables that the user has set win, except those that drive the process.
 
-    ``measures``: whether nothing but the engine may take part. Otherwise it finds what a server would: a model at a
-    hub, and vLLM's other plugins.
+    ``measures``: whether it steps an engine. ``as_server``: whether that engine finds what a server would, as one that
+    measures nothing does: a model at a hub, vLLM's other plugins, all threads. Otherwise nothing but the engine may
+    take part.
     """
     paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
     defaults = {
@@ -43,8 +46,8 @@ def environment(measures: bool = True) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if not measures:
-        return defaults | os.environ | {"PYTHONPATH": paths}
+    if as_server or not measures:
+        return defaults | os.environ | {"PYTHONPATH": paths} | (_in_process() if measures else {})
     alone = {
         # The connector is named by module path, so no other plugin is needed; none may affect the measurement.
         "VLLM_PLUGINS": "kvpolicy",
@@ -80,11 +83,11 @@ def device_arguments(on_cpu: bool) -> dict[str, Any]:
 class EngineProcess:
     """A child process with one engine. A context manager; :meth:`ask` runs a job and may be called repeatedly.
 
-    ``module`` is run as ``__main__``; its output goes to ``log`` (None: a temporary file). ``measures``: as
-    for :func:`environment`.
+    ``module`` is run as ``__main__``; its output goes to ``log`` (None: a temporary file). ``measures`` and
+    ``as_server``: as for :func:`environment`.
     """
 
-    def __init__(self, module: str, log: Path | None = None, measures: bool = True) -> None:
+    def __init__(self, module: str, log: Path | None = None, measures: bool = True, as_server: bool = False) -> None:
         jobs_read, jobs_write = os.pipe()
         answers_read, answers_write = os.pipe()
         self._log_folder = tempfile.TemporaryDirectory() if log is None else None
@@ -95,7 +98,7 @@ class EngineProcess:
         with self._log.open("w") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env=environment(measures) | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
+                env=environment(measures, as_server) | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,

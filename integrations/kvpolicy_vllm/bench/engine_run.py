@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpolicy_vllm.bench.engine_process import EngineProcess
+from kvpolicy_vllm.bench.engine_process import FLAGS, EngineProcess
 from kvpolicy_vllm.bench.job import NOISE_LIMIT
 from kvpolicy_vllm.bench.profile_results import finish_core
 
@@ -37,7 +37,7 @@ def run_engine(
         report_progress(counts["done"], counts["windows"])
 
     report_progress(0, 0)
-    with EngineProcess(module, folder / "engine.log") as engine:
+    with EngineProcess(module, folder / "engine.log", as_server=FLAGS in job["engine"]) as engine:
         result = engine.ask(dict(job), news)
     core = str(result["core"])
     noise = result["noise"] | {

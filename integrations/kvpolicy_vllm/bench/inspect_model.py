@@ -1,22 +1,64 @@
 """Finds what a profile must know before its first engine starts: ``python -m kvpolicy_vllm.bench.inspect_model``.
 
-Takes one job, ``{"llm": FOLDER or null, "make": FOLDER, "seed": ...}``, makes the small model in ``make`` if ``llm`` is
-null (``"shape"``: further arguments of :func:`make_llama`), and answers ``{"llm": FOLDER, "device": whether there is an
-accelerator}``. A process of its own, since importing vLLM takes seconds and binds the process to cores.
+Takes one job, ``{"llm": MODEL or null, "make": FOLDER, "seed": ..., "flags": [FLAG, ...] or absent}``, makes the small
+model in ``make`` if ``llm`` is null (``"shape"``: further arguments of :func:`make_llama`), and answers ``{"llm":
+MODEL, "device": whether there is an accelerator, "server": null, "refused": ""}``. With ``flags``, a server's, the
+plugin's included, ``server`` has the fields of :class:`kvpolicy_vllm.bench.own_server.OwnServer` that vLLM finds, or
+``refused`` says why there is none. A process of its own, since importing vLLM takes seconds and binds the process to
+cores.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.platforms import current_platform
 
+from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy_vllm.bench.engine_flags import server_arguments, server_config
 from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.models import make_llama
+from kvpolicy_vllm.bench.profile_parts import tables_of
+from kvpolicy_vllm.plugin.engine_config import geometry_of
 
 
 def main() -> None:
     for job, answer in jobs():
         llm = job["llm"] or str(make_llama(job["make"], job["seed"], **job.get("shape", {})))
-        answer("result", {"llm": llm, "device": not current_platform.is_cpu()})
+        found = {"llm": llm, "device": not current_platform.is_cpu(), "server": None, "refused": ""}
+        if job.get("flags") is not None:
+            try:
+                found["server"] = server_of([llm, *job["flags"]])
+            except KVPolicyError as error:
+                found["refused"] = str(error)
+        answer("result", found)
+
+
+def server_of(flags: list[str]) -> dict[str, Any]:
+    """What a profile must know of the server with these flags, ``[LLM, FLAG, ...]``.
+
+    Raises InputError where there are several engine cores, RefusedByVllm and UnsupportedEngine as it would not start.
+    """
+    arguments = server_arguments(flags)
+    gives_length = isinstance(arguments.max_model_len, int) and arguments.max_model_len > 0
+    config = server_config(arguments)
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    if parallel.data_parallel_size > 1:
+        raise InputError(
+            f"--data-parallel-size is {parallel.data_parallel_size}: one engine core is measured, whose costs are "
+            "those of every other; leave the flag out here, and give it to the server"
+        )
+    return {
+        "block_size": config.cache_config.block_size,
+        "token_budget": scheduler.max_num_batched_tokens,
+        "max_requests": scheduler.max_num_seqs,
+        "model_tokens": config.model_config.max_model_len,
+        "gives_length": gives_length,
+        "kv_token_bytes": geometry_of(config).kv_bytes_per_token * parallel.tensor_parallel_size,
+        "block_tables": tables_of(
+            config.model_config.hf_config.to_dict(), bool(scheduler.disable_hybrid_kv_cache_manager)
+        ),
+    }
 
 
 if __name__ == "__main__":

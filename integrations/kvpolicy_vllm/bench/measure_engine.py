@@ -12,12 +12,12 @@ import functools
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vllm import LLM
-
+from kvpolicy_vllm.bench.engine_flags import start
 from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.job import Job, Noise
 from kvpolicy_vllm.bench.measured_window import ARMS, Arm, Window, WindowDriver
@@ -45,32 +45,58 @@ class Measurement:
         self._job = job
         self._tell = tell
         self._clock = clock
-        self._end_s = math.inf if job.max_s is None else clock() + job.max_s
+        limits_s = (None if job.max_s is None else clock() + job.max_s, job.end_s)
+        self._end_s = min((limit for limit in limits_s if limit is not None), default=math.inf)
         self._rng = random.Random(f"{job.seed}/order/{job.first_repeat}")
         self._steps_out: dict[tuple[str, str], int] = {}
         self.discarded: dict[str, int] = {}
+        self.left_out = Counter(job.requested)
+        """Repeats or pairs that were asked for and are not measured, by state."""
+        self.measured_s = 0.0
+        """Time that went into states and the self-check, once they are measured."""
 
     def run(self) -> Noise:
         self._warm_up()
         noise = self._noise()
-        repeats = self._job.repeats * min(noise.factor, self._job.max_extra)
-        pairs = self._job.check_pairs
-        self._tell({"windows": repeats * len(self._job.states) * len(ARMS) + 2 * pairs * len(self._job.checks)})
-        for repeat in range(repeats):
-            for state in self._shuffled(self._job.states):
+        # What is wanted by state makes up for what earlier engines left out.
+        factor = 1 if self._job.wanted is not None else min(noise.factor, self._job.max_extra)
+        checks = sum(map(self._job.pairs_of, self._job.checks))
+        states = factor * sum(map(self._job.repeats_of, self._job.states))
+        self._tell({"windows": len(ARMS) * states + 2 * checks})
+        start_s = self._clock()
+        self._measure_states(factor)
+        self._measure_checks()
+        self.measured_s = self._clock() - start_s
+        return noise
+
+    def _measure_states(self, factor: int) -> None:
+        """All arms of every state, repeat by repeat; ``factor``: multiplies the repeats."""
+        wanted = {state.state_id: factor * self._job.repeats_of(state) for state in self._job.states}
+        for repeat in range(max(wanted.values())):
+            states = [state for state in self._job.states if repeat < wanted[state.state_id]]
+            for state in states if self._job.in_order and repeat == 0 else self._shuffled(states):
                 if self._clock() > self._end_s:
-                    return noise
+                    return
                 for arm in self._shuffled(ARMS):
                     self._measure(state, arm, self._job.first_repeat + repeat)
+                self._count(state)
+
+    def _measure_checks(self) -> None:
+        """Pairs of a window and its control, of every option."""
         for state, arm in zip(self._job.checks, CHECKED_ARMS, strict=True):
-            for pair in range(pairs):
+            for pair in range(self._job.pairs_of(state)):
                 if self._clock() > self._end_s:
-                    return noise
+                    return
                 # Arm and control alternate, and so does which of them comes first.
                 order: tuple[Arm, Arm] = ("none", arm) if pair % 2 else (arm, "none")
                 for order_arm in order:
                     self._measure(state, order_arm, self._job.first_repeat + pair)
-        return noise
+                self._count(state)
+
+    def _count(self, state: State) -> None:
+        """One repeat or pair of the state is measured."""
+        self.left_out[state.state_id] -= 1
+        self.left_out = +self.left_out
 
     def _shuffled(self, items: Sequence[Any]) -> list[Any]:
         return self._rng.sample(list(items), len(items))
@@ -120,7 +146,7 @@ class Measurement:
 
 def measure(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Start the engine, measure, and close the trace. Return the core's name, noise, repeats and discard reasons."""
-    llm = LLM(**job.engine)
+    llm = start(job.engine)
     driver = WindowDriver(llm, job.seed)
     measurement = Measurement(driver, job, tell)
     noise = measurement.run()
@@ -131,6 +157,8 @@ def measure(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         "repeats": job.repeats * min(noise.factor, job.max_extra),
         "discarded": measurement.discarded,
         "records_dropped": driver.controller.recorder.dropped,
+        "left_out": measurement.left_out,
+        "measured_s": measurement.measured_s,
     }
 
 

@@ -17,9 +17,10 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.trace import Row, window_row
+from kvpolicy_vllm.bench.request_blocks import RequestBlocks
 from kvpolicy_vllm.bench.states import State, free_blocks_for, running_for, waiting_prompt_tokens
 from kvpolicy_vllm.bench.tool_copies import ToolCopies
-from kvpolicy_vllm.plugin.kv_layout import attends_to_everything
+from kvpolicy_vllm.plugin.engine_config import why_not_priced
 
 Arm = Literal["none", "recompute", "swap"]
 ARMS: tuple[Arm, ...] = ("none", "recompute", "swap")
@@ -76,15 +77,13 @@ class WindowDriver:
     def __init__(self, llm: Any, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        if not attends_to_everything(self.scheduler.kv_cache_config):
-            raise InputError(
-                "costs are measured on models all of whose layers attend to everything, with keys and values of their "
-                "own; this one's have windows, states or latent KV"
-            )
+        if reason := why_not_priced(self.scheduler.vllm_config, self.scheduler.kv_cache_config):
+            raise InputError(f"costs are measured on models whose layers are understood; of this one's: {reason}")
         self.controller = self.scheduler.kvpolicy
+        self.tables = RequestBlocks(self.scheduler)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.model_tokens = int(self.scheduler.max_model_len)
-        self.block_size = int(self.scheduler.block_size)
+        self.block_size = self.tables.block_size
         self._vocabulary = int(llm.llm_engine.model_config.get_vocab_size())
         self._seed = seed
         self._clock = clock
@@ -172,9 +171,6 @@ class WindowDriver:
         (request_id,) = set(self.scheduler.requests) - known_ids
         return self.scheduler.requests[request_id]
 
-    def blocks_of(self, request: Any) -> list[int]:
-        return [int(block) for block in self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]]
-
     def is_alone(self, block: int) -> bool:
         """Whether only one request holds the block."""
         return bool(self.pool.blocks[block].ref_cnt == 1)
@@ -182,14 +178,11 @@ class WindowDriver:
     def hashed_blocks_of(self, request: Any) -> list[tuple[Any, int]]:
         """Hash and number of each of the request's full blocks."""
         full_blocks = int(request.num_computed_tokens) // self.block_size
-        blocks = [self.pool.blocks[block_id] for block_id in self.blocks_of(request)[:full_blocks]]
+        blocks = [self.pool.blocks[block_id] for block_id in self.tables.of(request)[:full_blocks]]
         return [(block.block_hash, int(block.block_id)) for block in blocks if block.block_hash is not None]
 
-    def needs_block(self, request: Any) -> bool:
-        """Whether the request's next token needs a further block."""
-        return int(request.num_computed_tokens) + 1 > len(self.blocks_of(request)) * self.block_size
-
     def _set_up(self, state: State, rng: random.Random) -> Scene:
+        state = self.tables.reachable(state, self.model_tokens)
         self.tool_copies.take_blocks(state.tool_blocks)
         others = [self.add(tokens, rng) for tokens in state.other_prompts]
         shared_tokens: list[int] = []
@@ -260,7 +253,7 @@ class Scene:
         deadline = start_s + MAX_WINDOW_S
         discarded = self._discard_reason(arm)
         while not discarded and any(v.num_output_tokens < n for v, n in zip(self.victims, final_tokens, strict=True)):
-            driver.keep_free(state.growth_blocks)
+            driver.keep_free(self._growth_blocks)
             driver.step()
             self._steps_out += any(victim not in driver.scheduler.running for victim in self.victims)
             discarded = self._discard_reason(arm) or ("no end" if driver.now_s > deadline else "")
@@ -283,7 +276,7 @@ class Scene:
         host memory before, when all of them are full.
         """
         driver, state = self.driver, self.state
-        driver.leave_free(state.growth_blocks + state.spare_blocks)
+        driver.leave_free(self._growth_blocks + state.spare_blocks)
         tokens = waiting_prompt_tokens(driver.model_tokens)
         self.waiting = [driver.add(tokens, self._rng) for _ in range(state.waiting)]
         driver.step()
@@ -298,7 +291,7 @@ class Scene:
 
     def _victim_is_ready(self) -> bool:
         if self.state.stored:
-            return self.driver.needs_block(self.victims[-1])
+            return self.driver.tables.lacking(self.victims[-1]) > 0
         return self.state.cause == "forced" or bool(self._needing_block())
 
     def _prepare_copies(self) -> None:
@@ -320,7 +313,12 @@ class Scene:
 
     def _lost_blocks(self, victim: Any) -> list[int]:
         """Blocks that the victim alone holds."""
-        return [block for block in self.driver.blocks_of(victim) if self.driver.is_alone(block)]
+        return [block for block in self.driver.tables.of(victim) if self.driver.is_alone(block)]
+
+    @property
+    def _growth_blocks(self) -> int:
+        """Blocks that the running requests may need during a window, over all of their block tables."""
+        return self.state.growth_blocks * self.driver.tables.count
 
     def _align(self) -> None:
         """Pause requests that need a block until all do, so that all of them ask for one in the same step."""
@@ -337,7 +335,7 @@ class Scene:
         raise WindowError(f"state {self.state.state_id}: the requests did not need a block in the same step")
 
     def _needing_block(self) -> list[Any]:
-        return [request for request in (*self.others, *self.victims) if self.driver.needs_block(request)]
+        return [request for request in (*self.others, *self.victims) if self.driver.tables.lacking(request) > 0]
 
     def _preempt_victims(self, arm: Arm, lost_blocks: list[int], pause_steps: int) -> list[Any]:
         """Run the step in which the victims are preempted; return the open preemptions, none for arm ``none``."""
@@ -364,19 +362,23 @@ class Scene:
         self._steps_out += 1
         # Under pressure other requests take the freed blocks. Here none does, so they are evicted from the cache.
         driver.pool.evict_blocks(set(lost_blocks))
+        readmission_blocks = max(len(lost_blocks), sum(map(driver.tables.to_readmit, self.victims)))
+        room_blocks = readmission_blocks + self._growth_blocks + state.spare_blocks
         if state.cause == "memory":
-            driver.leave_free(len(lost_blocks) + state.growth_blocks + state.spare_blocks)
+            driver.leave_free(room_blocks)
+        else:
+            driver.keep_free(room_blocks if readmission_blocks > len(lost_blocks) else 0)
         preemptions = [driver.controller.ledger.open_preemption(name) for name in names]
         return [preemption for preemption in preemptions if preemption is not None]
 
     def _scarce_blocks(self) -> int:
         """Number of free blocks with which exactly the state's number of victims is preempted."""
-        victims = self.state.victims
+        victims, tables = self.state.victims, self.driver.tables
         if victims == 1:
-            # All but one of the requests that need a block get one: exactly one allocation fails.
-            return len(self._needing_block()) - 1
-        blocks = len(self.driver.blocks_of(self.victims[-1]))
-        free = free_blocks_for(victims, len(self.others) + victims, blocks)
+            # One block fewer than the requests that need some take: exactly one allocation fails.
+            return sum(map(tables.lacking, self._needing_block())) - 1
+        blocks = len(tables.of(self.victims[-1]))
+        free = free_blocks_for(victims, len(self.others) + victims, blocks, tables.lacking(self.victims[-1]))
         if free < 0:
             needed = running_for(victims, blocks)
             raise WindowError(f"state {self.state.state_id}: {victims} victims need {needed} running requests")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,29 @@ LABELS = ("state_id", "arm", "repeat")
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What a profile's time was too short for; another call goes on with it."""
+
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Repeats, or pairs of the self-check, by state, of the parts that were begun."""
+    not_begun: tuple[str, ...] = ()
+    """Names of parts, each a block size and a pass."""
+
+    def lines(self, measured: Collection[str]) -> list[str]:
+        """In words. ``measured``: states of which anything is measured."""
+        if not self.left_out and not self.not_begun:
+            return []
+        states = [state_id for state_id in self.left_out if state_id not in measured]
+        repeats = sum(self.left_out[state_id] for state_id in self.left_out if state_id in measured)
+        parts = (
+            f"states not measured at all: {', '.join(states)}" if states else "",
+            f"{repeats} repeats of measured states" if repeats else "",
+            f"parts not begun: {', '.join(self.not_begun)}" if self.not_begun else "",
+        )
+        return [f"  left out: {'; '.join(filter(None, parts))}; the same command goes on with them"]
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileReport:
     """Summary of a finished profile."""
 
@@ -38,6 +61,9 @@ class ProfileReport:
     checks: Sequence[SelfCheck]
     prices: BatchPrices
     """What a recomputed token costs beside the measured batches, over a decoded one."""
+    missing: LeftOut = LeftOut()
+    measured: Collection[str] = ()
+    """Ids of all states, those of the self-check included."""
 
     def text(self) -> str:
         """The summary in words."""
@@ -58,6 +84,7 @@ class ProfileReport:
                 f"{100 * model.error.mean_relative:.1f}% or {1e3 * model.error.mean_s:.3f} ms, held out"
             )
         lines += [f"  self-check: {check.line()}" for check in self.checks]
+        lines += self.missing.lines(self.measured)
         return "\n".join([*lines, self.prices.sentence()])
 
 
@@ -89,7 +116,7 @@ def _unlabelled(decisions: pa.Table, overflows: pa.ChunkedArray) -> pa.Table:
     return decisions
 
 
-def finish_profile(out: Path, cores: Sequence[str]) -> ProfileReport:
+def finish_profile(out: Path, cores: Sequence[str], missing: LeftOut = LeftOut()) -> ProfileReport:
     """Run the self-check on the whole profile, write its result into every header, and return the report."""
     trace = traces.read(out)
     models = step_time_models(trace)
@@ -113,4 +140,6 @@ def finish_profile(out: Path, cores: Sequence[str]) -> ProfileReport:
         step_times=models,
         checks=checks,
         prices=batch_prices(common_step_time([trace]), batches_of(map(situation_of, labelled))),
+        missing=missing,
+        measured=frozenset(causes),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvpolicy.errors import InputError
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, SERVED, TIMELINE, state_id
-from kvpolicy_vllm.bench.profile_parts import PAGEABLE, Extent, Part
+from kvpolicy_vllm.bench.profile_parts import Extent, Part
 from kvpolicy_vllm.bench.states import State, running_for
 
 DECODED_TOKENS = 4
@@ -199,7 +199,7 @@ def steps_of(reach: Reach, figures: Sequence[str], device: bool) -> list[Step]:
 
 
 def _step(number: int, work_s: Mapping[str, float], size: int = STUDY_BLOCK_SIZE, pinned: bool = True) -> Step:
-    return Step(Part(f"b{size}-pass{number}" + ("" if pinned else PAGEABLE), number, size, pinned), work_s)
+    return Step(Part.of(number, size, pinned), work_s)
 
 
 def study_states(reach: Reach, figure: str, block_size: int) -> tuple[State, ...]:

@@ -21,12 +21,14 @@ from kvpolicy.cost import load
 from kvpolicy.evaluation.log_headroom import served_headrooms, served_lines
 from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
-from kvpolicy.overflow import SERVED
+from kvpolicy.overflow import FIGURES, SERVED
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header
 from kvpolicy.training import train
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.budget import Budget
 from kvpolicy_vllm.bench.job import Job
-from kvpolicy_vllm.bench.profile_parts import Rig, model_length
+from kvpolicy_vllm.bench.profile_parts import Extent, Rig
 from kvpolicy_vllm.bench.reach import (
     ARMS,
     DECODED_TOKENS,
@@ -57,6 +59,11 @@ from kvpolicy_vllm.bench.states import Span
 
 NAME_SEPARATOR = ", "
 """Separates the names of the parts that one core holds."""
+STUDIED = {
+    "--block-size": "the study has block sizes of its own",
+    "--max-model-len": "the study's requests have lengths of their own",
+}
+"""Flags that an engine may not have here, besides those that no measured engine may have."""
 MODEL = "learned"
 """Folder, beside the trace's cores, of the learned policy's cost model."""
 
@@ -73,6 +80,8 @@ class CharacterizeReport:
     """Discarded windows, by reason."""
     headrooms: Mapping[str, Headroom]
     """What there was to win in the runs served under recompute, by state."""
+    not_begun: tuple[str, ...] = ()
+    """Parts that time was too short for, each a figure, a block size and a pass; another call goes on with them."""
 
     def text(self) -> str:
         lines = [f"{self.out}: {sum(self.windows.values())} valid windows, for {', '.join(self.figures)}"]
@@ -84,6 +93,8 @@ class CharacterizeReport:
         )
         lines += [f"  discarded: {count} x {reason}" for reason, count in self.discarded.items()]
         lines += [f"  {line}" for line in served_lines(self.headrooms)]
+        if self.not_begun:
+            lines.append(f"  left out: {', '.join(self.not_begun)}; the same command goes on with them")
         return "\n".join([*lines, f"the figures: kvpolicy report {self.out} --out report.html --figures figures"])
 
 
@@ -101,6 +112,8 @@ def characterize(
     :func:`~kvpolicy_vllm.bench.run_profile.profile` does, and where the model is too short for a level; EngineFailed
     where an engine fails; KeyboardInterrupt with a message about what is kept.
     """
+    launch.refuse_measured(how.vllm_flags, how.llm is not None, STUDIED)
+    budget = Budget.of(how.minutes, clock)
     arguments = plan_arguments(how, study=("quick" if how.quick else "full") if reach is None else asdict(reach))
     # Figures are no part of the arguments: a later call may add some, and parts that exist are kept.
     done = finished_parts(out, open_plan(out, arguments))
@@ -109,10 +122,17 @@ def characterize(
         with scratch_of(out) as scratch, progress_reporter(progress, "characterize") as tell:
             rig = prepare(scratch, how, None, SHAPE)
             reach = (QUICK if how.quick else FULL_DEVICE if rig.device else FULL_CPU) if reach is None else reach
-            study.measure(replace(rig, extent=reach.learning), reach, scratch, tell, clock)
+            study.measure(replace(rig, extent=_learning(rig, reach)), reach, scratch, tell, budget)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(study.interrupted()) from None
-    return _report_of(out, study.figures)
+    return _report_of(out, study.figures, study.not_begun)
+
+
+def _learning(rig: Rig, reach: Reach) -> Extent:
+    """How much is measured for the learned policy: with no more requests at a time than the user's server has."""
+    if rig.server is None:
+        return reach.learning
+    return replace(reach.learning, max_others=min(reach.learning.max_others, rig.server.max_requests - 1))
 
 
 def finished_parts(out: Path, done: Mapping[str, str]) -> dict[str, str]:
@@ -132,15 +152,22 @@ class Study:
         self._seed = seed
         self._steps: list[Step] = []
 
-    def measure(
-        self, rig: Rig, reach: Reach, scratch: Path, tell: ProgressCallback, clock: Callable[[], float]
-    ) -> None:
+    @property
+    def not_begun(self) -> tuple[str, ...]:
+        return tuple(name for step in self._steps for name in step.names if name not in self._done)
+
+    def measure(self, rig: Rig, reach: Reach, scratch: Path, tell: ProgressCallback, budget: Budget) -> None:
+        """Measure until all is measured, or the time is over; what is begun is finished."""
+        _refuse_several_tables(rig, self.figures)
+        clock = budget.clock
         self._steps = steps_of(reach, self.figures, rig.device)
         steps = [step.without(self._done) for step in self._steps]
         start_s = clock()
         for number, step in enumerate(steps):
             if not step.figures:
                 continue
+            if self._done and budget.over:
+                return
             if step.figures[0] in SERVED and not (self._out / MODEL).exists():
                 self._learn(scratch)
 
@@ -234,19 +261,30 @@ def served_job(rig: Rig, reach: Reach, step: Step, folder: Path, learned: str) -
     )
 
 
-def _refuse_short(rig: Rig, title: str, needed_tokens: int, longest: int) -> None:
-    model_tokens = model_length(rig.llm)
-    if model_tokens < needed_tokens:
+def _refuse_several_tables(rig: Rig, figures: Sequence[str]) -> None:
+    """The memory of a served run is a share of what its requests take in one block table."""
+    served = [figure for figure in figures if figure in SERVED]
+    if served and rig.block_tables > 1:
+        others = sorted(set(FIGURES) - set(SERVED))
         raise WrongValue(
-            "llm", f"holds {model_tokens} tokens, {title} needs {needed_tokens} for sequences of {longest}"
+            "figure",
+            f"{', '.join(served)}: served in shares of the memory that requests take in one block table, and those of "
+            f"{rig.llm} have {rig.block_tables}; {', '.join(others)} can be measured",
         )
 
 
-def _report_of(out: Path, figures: tuple[str, ...]) -> CharacterizeReport:
+def _refuse_short(rig: Rig, title: str, needed_tokens: int, longest: int) -> None:
+    if rig.model_tokens < needed_tokens:
+        raise WrongValue(
+            "llm", f"holds {rig.model_tokens} tokens, {title} needs {needed_tokens} for sequences of {longest}"
+        )
+
+
+def _report_of(out: Path, figures: tuple[str, ...], not_begun: tuple[str, ...]) -> CharacterizeReport:
     trace = traces.read(out)
     windows = trace.rows("windows", ("state_id", "arm", "discarded"))
     counted = Counter(row["state_id"] for row in windows if not row["discarded"])
     reasons = Counter(row["discarded"] for row in windows) - Counter(("", "warm-up", "noise") * len(windows))
     learned = load(str(out / MODEL)) if (out / MODEL).is_dir() else None
     headrooms = served_headrooms(trace, learned)
-    return CharacterizeReport(out, figures, dict(sorted(counted.items())), dict(reasons), headrooms)
+    return CharacterizeReport(out, figures, dict(sorted(counted.items())), dict(reasons), headrooms, not_begun)

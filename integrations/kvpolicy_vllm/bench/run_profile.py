@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.errors import InputError
+from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy.fields import WrongValue
 from kvpolicy.settings import Measurement
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.budget import Budget, after, in_time, making_up, next_part
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.engine_run import WindowProgress, run_engine
 from kvpolicy_vllm.bench.job import Job
-from kvpolicy_vllm.bench.profile_parts import Extent, Rig, extent_of, model_length, parts_of
-from kvpolicy_vllm.bench.profile_results import ProfileReport, finish_profile
+from kvpolicy_vllm.bench.own_server import OwnServer, named_model
+from kvpolicy_vllm.bench.profile_parts import Extent, Part, Rig, extent_of, model_length, parts_of
+from kvpolicy_vllm.bench.profile_results import LeftOut, ProfileReport, finish_profile
 from kvpolicy_vllm.bench.progress import Bar
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -34,48 +39,103 @@ UNFINISHED = "unfinished"
 
 
 def profile(
-    out: Path, how: Measurement = Measurement(), progress: ProgressCallback | None = None, extent: Extent | None = None
+    out: Path,
+    how: Measurement = Measurement(),
+    progress: ProgressCallback | None = None,
+    extent: Extent | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> ProfileReport:
     """Measure, write a trace to ``out``, and return its report.
 
     ``extent``: overrides the one that ``how.quick`` selects. ``progress`` replaces the progress bar. Raises InputError
-    where ``out`` holds something else or was begun with other arguments, EngineFailed where an engine fails.
+    where ``out`` holds something else or was begun with other arguments, and for flags that vLLM or the plugin refuses;
+    EngineFailed where an engine fails; WrongValue where ``how.minutes`` are too few for a single state.
     """
     arguments = plan_arguments(how, extent=("quick" if how.quick else "full") if extent is None else asdict(extent))
+    budget = Budget.of(how.minutes, clock)
     done = open_plan(out, arguments)
+    left_out = _read_plan(out / PLAN).get("left_out", {})
     with scratch_of(out) as scratch, progress_reporter(progress) as tell:
         rig = prepare(scratch, how, extent)
         parts = parts_of(rig.extent, rig.device)
-        for number, part in enumerate(parts, start=1):
-            if part.name in done:
-                continue
+        if budget.limited:  # what a server needs first: it serves over page-locked memory unless it is told not to
+            parts = tuple(sorted(parts, key=lambda part: not part.pin_memory))
+        while part := next_part(parts, rig.extent.passes, done, left_out):
+            if done and budget.over:
+                break
             folder = scratch / part.name
             folder.mkdir()
-            title = f"{part.name} ({number} of {len(parts)})"
-            done[part.name] = measure_part(rig.job(part, folder), out, folder, part.name, partial(tell, title))
-            write_plan(out, {"asked": arguments, "done": done})
-    return finish_profile(out, list(done.values()))
+            tell_part = partial(tell, f"{part.name} ({len(done) + 1} of {max(len(parts), len(done) + 1)})")
+            job = _job_in_time(rig, part, folder, parts, done, left_out, budget)
+            try:
+                measured = measure_in_time(job, out, folder, part.name, tell_part, budget)
+            except NothingMeasured as nothing:
+                if done:
+                    break
+                raise WrongValue("minutes", f"is {how.minutes:g}, but {nothing}: give more") from None
+            done[part.name] = measured.core
+            left_out = after(left_out, job, measured.left_out)
+            missing = LeftOut(left_out, tuple(one.name for one in parts if one.name not in done))
+            write_plan(out, {"asked": arguments, "done": done, **asdict(missing)})
+    missing = LeftOut(left_out, tuple(part.name for part in parts if part.name not in done))
+    return finish_profile(out, list(done.values()), missing)
+
+
+def _job_in_time(
+    rig: Rig,
+    part: Part,
+    folder: Path,
+    parts: Sequence[Part],
+    done: Mapping[str, str],
+    left_out: Mapping[str, int],
+    budget: Budget,
+) -> Job:
+    """The part's job: in a further pass only what was left out, and with an end where time is limited."""
+    job = rig.job(part, folder)
+    if part.number >= rig.extent.passes:
+        job = making_up(job, left_out)
+    if not budget.limited and not left_out:
+        return job
+    beside = [one for one in parts if one.number == part.number and one.name not in done]
+    return in_time(job, budget.share_end_s(max(1, len(beside))), left_out)
 
 
 def prepare(scratch: Path, how: Measurement, extent: Extent | None, shape: Mapping[str, Any] | None = None) -> Rig:
-    """Find the settings that all parts share. ``shape``: shape of the model that is made where none is given."""
-    llm = None if how.llm is None else str(how.llm)
-    job = {"llm": llm, "make": str(scratch / "llm"), "seed": how.seed, "shape": shape or {}}
-    with EngineProcess("kvpolicy_vllm.bench.inspect_model", scratch / "preparing.log") as process:
+    """Find the settings that all parts share. ``shape``: shape of the model that is made where none is given.
+
+    Raises InputError, with vLLM's or the plugin's reason, where a server with these flags would not start.
+    """
+    job: dict[str, Any] = {"llm": named_model(how.llm), "make": str(scratch / "llm"), "seed": how.seed}
+    job["shape"] = shape or {}
+    own_server = bool(how.vllm_flags) or (how.llm is not None and not how.llm.exists())
+    if own_server:
+        job["flags"] = [*launch.flags({"policy": "always-recompute"}), *how.vllm_flags]
+    log = scratch / "preparing.log"
+    with EngineProcess("kvpolicy_vllm.bench.inspect_model", log, measures=not own_server) as process:
         answer = process.ask(job)
-    device = bool(answer["device"])
-    return Rig(
-        Path(answer["llm"]), extent_of(how.quick, device) if extent is None else extent, how.link, how.seed, device
-    )
+    if answer["refused"]:
+        raise InputError(f"{answer['llm']}: {answer['refused']}")
+    device, llm = bool(answer["device"]), answer["llm"]
+    server = OwnServer(llm=llm, flags=tuple(how.vllm_flags), **answer["server"]) if own_server else None
+    extent = extent_of(how.quick, device) if extent is None else extent
+    return Rig(Path(llm), extent if server is None else extent.of_server(server), how.link, how.seed, device, server)
 
 
 def plan_arguments(how: Measurement, **amount: Any) -> dict[str, Any]:
-    """A study's arguments as its plan file keeps them. Raises WrongValue for a folder without a model."""
-    if how.llm is not None:
+    """A study's arguments as its plan file keeps them; the time that a call may take is none of them.
+
+    Raises WrongValue for a model that cannot be one, InputError for a flag that kvpolicy sets itself.
+    """
+    launch.refuse_measured(how.vllm_flags, has_model=how.llm is not None)
+    if how.llm is not None and how.llm.exists() and not how.vllm_flags:
         model_length(how.llm)
-    llm, link = how.llm and str(how.llm.resolve()), how.link and how.link.text
-    arguments = {"llm": llm, "link": link, "seed": how.seed} | amount
-    return dict(json.loads(json.dumps(arguments)))
+    arguments = {
+        "llm": named_model(how.llm),
+        "link": how.link and how.link.text,
+        "seed": how.seed,
+        "vllm_flags": list(how.vllm_flags) or None,
+    }
+    return dict(json.loads(json.dumps(arguments | amount)))
 
 
 def open_plan(out: Path, arguments: dict[str, Any]) -> dict[str, str]:
@@ -90,6 +150,9 @@ def open_plan(out: Path, arguments: dict[str, Any]) -> dict[str, str]:
         write_plan(out, {"asked": arguments, "done": {}})
         return {}
     recorded = _read_plan(plan)
+    if not any(out.glob("*/header.json")):  # nothing is measured yet: the flags may have been wrong
+        write_plan(out, {"asked": arguments, "done": {}})
+        return {}
     for name, value in arguments.items():
         if recorded["asked"].get(name) != value:
             raise InputError(
@@ -137,10 +200,38 @@ def progress_reporter(progress: ProgressCallback | None, title: str = "profile")
             yield bar.tell
 
 
-def measure_part(job: Job, out: Path, folder: Path, name: str, tell: WindowProgress) -> str:
-    """Run one engine to completion; return the name of the core that was added to the trace."""
+class NothingMeasured(KVPolicyError):
+    """An engine's time was over before it measured a state; the message says what took it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPart:
+    """What one engine has measured."""
+
+    core: str
+    """Of the trace."""
+    left_out: Mapping[str, int]
+    """Repeats or pairs that time was too short for, by state."""
+
+
+def measure_in_time(job: Job, out: Path, folder: Path, name: str, tell: WindowProgress, budget: Budget) -> MeasuredPart:
+    """Run one engine until it has measured everything, or its time is over. ``budget`` learns what an engine takes
+    besides. Raises NothingMeasured, and adds nothing to the trace, where no state was measured."""
+    found: dict[str, Any] = {}
+    start_s = budget.clock()
 
     def noise_entries(result: Mapping[str, Any]) -> dict[str, Any]:
-        return {"repeats": result["repeats"], "asked_repeats": job.repeats, "discarded": result["discarded"]}
+        found.update(result)
+        if result["left_out"] == job.requested:
+            raise NothingMeasured(f"an engine took {budget.clock() - start_s:.0f} s to start and to warm up")
+        entries = {"repeats": result["repeats"], "asked_repeats": job.repeats, "discarded": result["discarded"]}
+        return entries | ({"left_out": result["left_out"]} if result["left_out"] else {})
 
-    return run_engine(MEASURING, job.to_dict(), out, folder, name, tell, noise_entries)
+    core = run_engine(MEASURING, job.to_dict(), out, folder, name, tell, noise_entries)
+    budget.overhead_s = max(budget.overhead_s, budget.clock() - start_s - found["measured_s"])
+    return MeasuredPart(core, found["left_out"])
+
+
+def measure_part(job: Job, out: Path, folder: Path, name: str, tell: WindowProgress) -> str:
+    """Run one engine to completion; return the name of the core that was added to the trace."""
+    return measure_in_time(job, out, folder, name, tell, Budget.of(None, time.monotonic)).core

@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any
 
 import vllm
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from kvpolicy_vllm.bench.engine_flags import start
 from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.plugin_switch import PluginSwitch
 
@@ -93,7 +94,7 @@ class Serving:
     """Serves workloads one after the other on an engine in this process."""
 
     def __init__(self, arguments: dict[str, Any], clock: Callable[[], float] = time.perf_counter) -> None:
-        self.llm = LLM(**arguments)
+        self.llm = start(arguments)
         self._clock = clock
         self._core = self.llm.llm_engine.engine_core.engine_core
         self._vocabulary = self.llm.model_config.get_vocab_size()

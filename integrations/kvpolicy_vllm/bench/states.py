@@ -107,13 +107,14 @@ def running_for(victims: int, blocks_each: int) -> int:
     return victims + 1 + (victims - 1) * blocks_each
 
 
-def free_blocks_for(victims: int, running: int, blocks_each: int) -> int:
-    """Number of free blocks with which exactly ``victims`` requests are preempted, where all need a block in one step.
+def free_blocks_for(victims: int, running: int, blocks_each: int, needed_each: int = 1) -> int:
+    """Number of free blocks with which exactly ``victims`` requests are preempted, where all need blocks in one step.
 
     The blocks of victims go to the requests that stay: the free blocks and those of all victims but the last leave
-    one request without a block. Below 0 where too few requests run; see :func:`running_for`.
+    one request a block short. ``needed_each``: blocks that each request needs, one per block table. Below 0 where too
+    few requests run; see :func:`running_for`.
     """
-    return running - victims - 1 - (victims - 1) * blocks_each
+    return (running - victims) * needed_each - 1 - (victims - 1) * blocks_each
 
 
 @dataclass(frozen=True, slots=True)

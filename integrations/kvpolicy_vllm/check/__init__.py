@@ -51,10 +51,13 @@ class CheckReport:
     groups: tuple[Group, ...]
     """Empty where the model was refused before it was laid out, or could not be."""
     block_bytes: int
-    """Of one block in all layers that share it, over all ranks; 0 as above."""
+    """Of one block in all layers that share it, over all ranks, or of one rank where they keep the same KV once; 0 as
+    above."""
     not_laid_out: str
     """Why the model's layers could not be made without weights; empty where they were made, or refused before."""
     host_gib: float
+    helps: tuple[str, ...] = ()
+    """Changes with any one of which it would be served, where it is the plugin that refuses; each was tried."""
 
     @property
     def served(self) -> bool | None:
@@ -79,6 +82,8 @@ class CheckReport:
             lines.append(f"  {self.host_gib:g} GiB of host memory hold {self.host_blocks:,} blocks{tokens}")
         if self.refused:
             lines.append(f"  {self.refused}")
+        if self.helps:
+            lines.append(f"  it would be served with {', or with '.join(self.helps)}")
         if self.not_laid_out:
             lines.append(
                 f"  its layers could not be made without its weights, so only the engine can tell: {self.not_laid_out}"
@@ -99,6 +104,7 @@ class CheckReport:
             "block_bytes": self.block_bytes or None,
             "host_blocks": self.host_blocks or None,
             "not_laid_out": self.not_laid_out or None,
+            "helps": list(self.helps),
         }
 
 
@@ -110,5 +116,5 @@ def check(llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> Chec
     flags = launch.serve_flags(llm, launch.options(settings), vllm_flags)
     with EngineProcess("kvpolicy_vllm.check.lay_out", measures=False) as process:
         found = process.ask({"flags": [llm, *flags]})
-    groups = tuple(Group(**group) for group in found.pop("groups"))
-    return CheckReport(llm=llm, groups=groups, host_gib=settings.host_gib, **found)
+    groups, helps = tuple(Group(**group) for group in found.pop("groups")), tuple(found.pop("helps"))
+    return CheckReport(llm=llm, groups=groups, host_gib=settings.host_gib, helps=helps, **found)

@@ -6,11 +6,9 @@ Takes jobs ``{"flags": [LLM, FLAG, ...]}``, as for ``vllm serve``, and answers w
 
 from __future__ import annotations
 
-import contextlib
-import io
 import tempfile
-from argparse import Namespace
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,22 +17,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import vllm
-from pydantic import ValidationError
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends import utils
 from vllm.v1.core import single_type_kv_cache_manager
 
-from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy_vllm.bench.engine_flags import RefusedByVllm, server_arguments, server_config
 from kvpolicy_vllm.bench.engine_process import jobs
+from kvpolicy_vllm.check.remedies import helping
 from kvpolicy_vllm.plugin.assembly import controller_for
-from kvpolicy_vllm.plugin.connector import cores_here, host_slots
+from kvpolicy_vllm.plugin.connector import cores_here, host_slots, pools
 from kvpolicy_vllm.plugin.engine_config import device_name
 from kvpolicy_vllm.plugin.kv_layout import block_bytes
 from kvpolicy_vllm.plugin.scheduler import refuse_order
@@ -43,10 +40,11 @@ from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NOTHING: dict[str, Any] = {
-    "engine": "", "device": "", "refused": "", "groups": [], "block_bytes": 0, "not_laid_out": ""
+    "engine": "", "device": "", "refused": "", "groups": [], "block_bytes": 0, "not_laid_out": "", "helps": []
 }  # fmt: skip
 PLENTY = 1 << 50
 """Bytes of memory that the layout is made for; only the bytes of a block are read from it."""
@@ -64,63 +62,71 @@ def looked_at(flags: list[str]) -> dict[str, Any]:
     """What is said of these flags; whatever vLLM or the plugin raises refuses them."""
     known: dict[str, Any] = {"engine": f"vllm {vllm.__version__}", "device": device_name()}
     try:
-        arguments = parsed(flags)
-        config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
-        refuse_unsupported(config, None)
-    # Whatever it is, the engine would end with the same.
-    except Exception as error:  # noqa: BLE001
-        return known | {"refused": words_of(error)}
+        arguments = server_arguments(flags)
+    except RefusedByVllm as error:
+        return known | {"refused": str(error)}
+    try:
+        return known | judged(arguments)
+    except RefusedByVllm as error:  # which names vLLM's own flags
+        return known | {"refused": str(error)}
+    except NotServed as error:
+        return known | {"refused": str(error), "groups": error.groups, "helps": helping(arguments, is_served)}
+
+
+class NotServed(KVPolicyError):
+    """The plugin does not serve it. ``groups``: of the layers, where they were made before it was refused."""
+
+    def __init__(self, reason: KVPolicyError, groups: list[dict[str, Any]]) -> None:
+        super().__init__(str(reason))
+        self.groups = groups
+
+
+def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
+    """What is known of a server with these arguments. Raises RefusedByVllm, and NotServed where it is the plugin that
+    refuses."""
+    try:
+        config = server_config(deepcopy(arguments))  # making a configuration fills in what is not given
+    except RefusedByVllm:
+        raise
+    except KVPolicyError as error:
+        raise NotServed(error, []) from error
     try:
         kv_cache = laid_out(config)
     # The model's own error, or one of a model that needs its weights or a device to be made: which is not known.
     except Exception as error:  # noqa: BLE001
-        return known | {"not_laid_out": f"{type(error).__name__}: {error}"}
-    known |= {"groups": groups_of(kv_cache)}
+        return {"not_laid_out": f"{type(error).__name__}: {error}"}
+    groups = groups_of(kv_cache)
     try:
-        return known | {"block_bytes": served_block_bytes(config, kv_cache)}
+        return {"groups": groups, "block_bytes": served_block_bytes(config, kv_cache)}
     except KVPolicyError as error:
-        return known | {"refused": str(error)}
+        raise NotServed(error, groups) from error
+
+
+def is_served(arguments: AsyncEngineArgs) -> bool:
+    """Whether the plugin serves it, for certain."""
+    try:
+        return "not_laid_out" not in judged(arguments)
+    except KVPolicyError:
+        return False
 
 
 def served_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
-    """Bytes of one block over all ranks. Raises KVPolicyError as the plugin does when an engine starts."""
+    """Bytes of host memory that one block takes, over all ranks that keep a part of it. Raises KVPolicyError as the
+    plugin does when an engine starts."""
     refuse_unsupported(config, kv_cache)
     settings = Settings.read(config.kv_transfer_config.kv_connector_extra_config)
     ranks = int(config.parallel_config.tensor_parallel_size)
     rank_bytes = block_bytes(kv_cache) // min(ranks, kv_heads(config))
-    slots = host_slots(settings, rank_bytes, config.parallel_config.world_size)
+    slots = host_slots(settings, rank_bytes, pools(config, kv_cache, settings))
     settings.refuse_too_much_memory(available_memory_bytes(), cores_here(config))
     controller = controller_for(replace(settings, trace=None, online_state=None), config, kv_cache, slots, rank_bytes)
-    refuse_order(controller.order, controller.tables is not None, config.scheduler_config.policy)
-    return rank_bytes * ranks
+    refuse_order(controller.order, config.scheduler_config.policy)
+    return rank_bytes * pools(config, kv_cache, settings)
 
 
 def kv_heads(config: VllmConfig) -> int:
     """KV heads over all ranks. Where there are more ranks, several hold the same."""
     return 1 if config.model_config.use_mla else int(config.model_config.get_total_num_kv_heads())
-
-
-def words_of(error: Exception) -> str:
-    """The message; where vLLM's configuration reports it as an error of its own, that which was raised first."""
-    if not isinstance(error, ValidationError):
-        return str(error) or type(error).__name__
-    return "; ".join(str(one.get("ctx", {}).get("error") or one["msg"]) for one in error.errors())
-
-
-def parsed(flags: list[str]) -> Namespace:
-    """As ``vllm serve`` reads them. Raises InputError with what argparse prints."""
-    parser = FlexibleArgumentParser()
-    command = ServeSubcommand()
-    command.subparser_init(parser.add_subparsers())
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            arguments = parser.parse_args(["serve", *flags])
-    except SystemExit:
-        raise InputError(printed.getvalue().strip().splitlines()[-1]) from None
-    arguments.model = arguments.model_tag or arguments.model
-    command.validate(arguments)
-    return cast(Namespace, arguments)
 
 
 def laid_out(config: VllmConfig) -> KVCacheConfig:
@@ -134,6 +140,8 @@ def laid_out(config: VllmConfig) -> KVCacheConfig:
                 initialize_model(config)
         finally:
             torch.set_default_dtype(dtype)
+        # As a worker does once it has loaded the model: the size that the layers' backends take, unless one is given.
+        current_platform.update_block_size_for_backend(config)
         layers = get_layers_from_vllm_config(config, cast(Any, AttentionLayerBase))
         spec_of = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
         specs = {name: spec for name, spec in spec_of.items() if spec is not None}

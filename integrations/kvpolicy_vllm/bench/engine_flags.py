@@ -1,0 +1,95 @@
+"""vLLM's own reading of a server's flags: its parser, its configuration, and an engine made from both.
+
+The check, the inspection before a profile and the measuring engines call it; it imports vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import ValidationError
+from vllm import LLM
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy_vllm.bench.engine_process import FLAGS
+from kvpolicy_vllm.plugin.versions import refuse_unsupported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class RefusedByVllm(InputError):
+    """vLLM itself does not take the flags, or not with this model; the message is vLLM's."""
+
+
+def parsed(flags: Sequence[str]) -> Namespace:
+    """``[LLM, FLAG, ...]`` as ``vllm serve`` reads them. Raises RefusedByVllm with what argparse prints."""
+    parser = FlexibleArgumentParser()
+    command = ServeSubcommand()
+    command.subparser_init(parser.add_subparsers())
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            arguments = parser.parse_args(["serve", *flags])
+    except SystemExit:
+        last_line = (printed.getvalue().strip().splitlines() or ["--help and --version start no server"])[-1]
+        raise RefusedByVllm(last_line) from None
+    arguments.model = arguments.model_tag or arguments.model
+    command.validate(arguments)
+    return cast(Namespace, arguments)
+
+
+def server_arguments(flags: Sequence[str]) -> AsyncEngineArgs:
+    """The engine's arguments of a server with these flags. Raises RefusedByVllm, also for a file of flags."""
+    try:
+        return cast(AsyncEngineArgs, AsyncEngineArgs.from_cli_args(parsed(flags)))
+    except RefusedByVllm:
+        raise
+    except (ValueError, OSError, TypeError) as error:
+        raise refusal_of(error) from error
+
+
+def server_config(arguments: EngineArgs) -> VllmConfig:
+    """The configuration of a server with these arguments, the plugin's included.
+
+    Raises UnsupportedEngine where the plugin does not serve it, RefusedByVllm where vLLM does not.
+    """
+    try:
+        # The token budget's default is that of a server; the LLM class has a higher one.
+        config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        refuse_unsupported(config, None)
+    # Whatever it is, the engine would end with the same.
+    except Exception as error:
+        raise refusal_of(error) from error
+    return config
+
+
+def refusal_of(error: Exception) -> KVPolicyError:
+    """The error to report. vLLM's configuration wraps what is raised while it is made in an error of its own."""
+    causes = error.errors() if isinstance(error, ValidationError) else []
+    for cause in causes:
+        raised = cause.get("ctx", {}).get("error")
+        if isinstance(raised, KVPolicyError):
+            return raised
+    if isinstance(error, KVPolicyError):
+        return error
+    words = "; ".join(str(one.get("ctx", {}).get("error") or one["msg"]) for one in causes)
+    return RefusedByVllm(words or str(error) or type(error).__name__)
+
+
+def start(engine: Mapping[str, Any]) -> LLM:
+    """An engine in this process. ``engine``: arguments of :class:`vllm.LLM`; under :data:`FLAGS`, ``[LLM, FLAG, ...]``
+    of a server whose arguments hold where there are no others."""
+    arguments = dict(engine)
+    flags = arguments.pop(FLAGS, None)
+    if flags is None:
+        return LLM(**arguments)
+    return LLM(**vars(EngineArgs.from_cli_args(parsed(flags))) | arguments)

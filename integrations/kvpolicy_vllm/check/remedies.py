@@ -1,0 +1,86 @@
+"""Which change of a server's flags would have the plugin serve it: each is tried, none is guessed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpolicy_vllm.plugin.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One change, as a user makes it."""
+
+    name: str
+    """What to give, or to leave out."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's engine arguments by name."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The plugin's settings by name."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def changes(self, arguments: Any) -> bool:
+        """Whether it would change anything. An argument that this vLLM does not have cannot be changed."""
+        settings = Settings.read(arguments.kv_transfer_config.kv_connector_extra_config)
+        return (
+            any(getattr(arguments, name, value) != value for name, value in self.arguments.items())
+            or any(getattr(settings, name) != value for name, value in self.settings.items())
+            or any(os.environ.get(name) != value for name, value in self.environment.items())
+        )
+
+    def changed(self, arguments: Any) -> Any:
+        """A copy of the arguments with the change; the environment is left alone."""
+        copy = deepcopy(arguments)
+        for name, value in self.arguments.items():
+            setattr(copy, name, value)
+        copy.kv_transfer_config.kv_connector_extra_config |= self.settings
+        return copy
+
+
+REMEDIES = (
+    Remedy("--disable-hybrid-kv-cache-manager", {"disable_hybrid_kv_cache_manager": True}),
+    Remedy("VLLM_USE_V2_MODEL_RUNNER=0 in the environment", environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    Remedy("--no-async-scheduling", {"async_scheduling": False}),
+    Remedy("no --speculative-config", {"speculative_config": None}),
+    Remedy("--kv-cache-dtype auto", {"kv_cache_dtype": "auto"}),
+    Remedy("--mamba-cache-mode align", {"mamba_cache_mode": "align"}),
+    Remedy("--pipeline-parallel-size 1", {"pipeline_parallel_size": 1}),
+    Remedy("--decode-context-parallel-size 1", {"decode_context_parallel_size": 1}),
+    Remedy("no --enable-return-routed-experts", {"enable_return_routed_experts": False}),
+    Remedy("--scheduling-policy fcfs", {"scheduling_policy": "fcfs"}),
+    Remedy("--policy always-swap", settings={"policy": "always-swap", "online_state": None}),
+    Remedy("--order fcfs", settings={"order": "fcfs"}),
+    Remedy("--no-pin-memory", settings={"pin_memory": False}),
+    Remedy("--allow-untested-version", settings={"allow_untested_version": True}),
+)
+"""In the order in which they are named. What costs memory or speed says so in the documentation, not here."""
+
+
+def helping(arguments: Any, is_served: Callable[[Any], bool]) -> list[str]:
+    """The names of the changes with any one of which the server's arguments would be served."""
+    return [remedy.name for remedy in REMEDIES if remedy.changes(arguments) and _tried(remedy, arguments, is_served)]
+
+
+def _tried(remedy: Remedy, arguments: Any, is_served: Callable[[Any], bool]) -> bool:
+    with _environment(remedy.environment):
+        return is_served(remedy.changed(arguments))
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that hold for as long as the context does."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

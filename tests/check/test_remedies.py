@@ -1,0 +1,72 @@
+"""Changes with which the plugin would serve a server's arguments: each is tried, here on made-up arguments."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpolicy_vllm.check.remedies import REMEDIES, helping
+
+BY_NAME = {remedy.name: remedy for remedy in REMEDIES}
+
+
+def arguments(extra: dict[str, Any] | None = None, **values: Any) -> Any:
+    transfer = SimpleNamespace(kv_connector_extra_config={"policy": "cheapest:mine", **(extra or {})})
+    return SimpleNamespace(kv_transfer_config=transfer, **values)
+
+
+def settings(changed: Any) -> dict[str, Any]:
+    return dict(changed.kv_transfer_config.kv_connector_extra_config)
+
+
+def test_only_what_helps_is_named() -> None:
+    asked = arguments(pipeline_parallel_size=2, speculative_config={"method": "ngram"})
+    assert helping(asked, lambda changed: changed.pipeline_parallel_size == 1) == ["--pipeline-parallel-size 1"]
+    assert helping(asked, lambda changed: settings(changed)["policy"] == "always-swap") == ["--policy always-swap"]
+    assert helping(asked, lambda changed: False) == []
+
+
+def test_drafts_may_stay_without_asynchronous_scheduling() -> None:
+    asked = arguments(async_scheduling=None, speculative_config={"method": "ngram"}, kv_cache_dtype="int8_per_token")
+    assert helping(asked, lambda changed: changed.async_scheduling is False) == ["--no-async-scheduling"]
+    assert helping(asked, lambda changed: changed.kv_cache_dtype == "auto") == ["--kv-cache-dtype auto"]
+
+
+def test_one_change_is_tried_at_a_time_and_none_stays() -> None:
+    asked = arguments(pipeline_parallel_size=2, speculative_config={"method": "ngram"})
+    tried: list[tuple[int, bool, str]] = []
+
+    def is_served(changed: Any) -> bool:
+        found = changed.pipeline_parallel_size, changed.speculative_config is None, settings(changed)["policy"]
+        tried.append(found)
+        return False
+
+    helping(asked, is_served)
+    assert (1, False, "cheapest:mine") in tried and (2, True, "cheapest:mine") in tried
+    assert (2, False, "always-swap") in tried and (1, True, "cheapest:mine") not in tried
+    assert asked.pipeline_parallel_size == 2 and settings(asked) == {"policy": "cheapest:mine"}
+
+
+def test_what_is_so_already_is_not_tried() -> None:
+    asked = arguments({"policy": "always-swap", "order": "urgent"}, pipeline_parallel_size=1)
+    assert not BY_NAME["--pipeline-parallel-size 1"].changes(asked)
+    assert not BY_NAME["--policy always-swap"].changes(asked)
+    assert BY_NAME["--order fcfs"].changes(asked)
+
+
+def test_an_argument_that_this_vllm_does_not_have_is_no_remedy() -> None:
+    assert not BY_NAME["--mamba-cache-mode align"].changes(arguments())
+    assert not hasattr(BY_NAME["--order fcfs"].changed(arguments()), "mamba_cache_mode")
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    assert helping(arguments(), lambda changed: os.environ.get(name) == "0") == [f"{name}=0 in the environment"]
+    assert os.environ.get(name) == before
