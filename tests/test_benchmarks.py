@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import sys
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -658,5 +660,44 @@ def test_a_live_scenario_tells_its_own_arrivals(monkeypatch: pytest.MonkeyPatch)
     live = import_module("live_orders")
     bench = live.Bench.__new__(live.Bench)
     bench._options = live._arguments(["--out", "x", "--urgent-rate", "3"])
-    assert bench.arrivals("one", 1.5) == "arrivals 1.50/s"
+    assert bench.arrivals("one", 1.5) == "arrivals at 1.5 of it"
     assert bench.arrivals("two", 1.5) == "all there at once, urgent ones 3.00/s, 6 at a time"
+
+
+def test_caching_policies_compares_them_on_prompts_that_share_prefixes(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    rows: list[dict[str, Any]] = []
+    for number in range(400):
+        talk = rng.randrange(40)
+        ids = [0, *(100 * talk + block for block in range(1, 2 + number // 100))]
+        rows.append({"timestamp": 3000 * number, "input_length": 512 * len(ids), "output_length": 5, "hash_ids": ids})
+    (tmp_path / "traces").mkdir()
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "traces" / "mooncake_made.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    done = run("caching_policies.py", "--data", str(tmp_path), "--shares", "0.3,1", "--json", str(tmp_path / "out"))
+    assert done.returncode in (0, 1), done.stderr
+    assert "cost/lru" in done.stdout and "of the best of lru, arc, s3fifo" in done.stdout
+    small, whole = json.loads((tmp_path / "out").read_text())
+    blocks = len({block for row in rows for block in row["hash_ids"]})
+    assert whole["capacity"] == whole["blocks"] == blocks > small["capacity"]
+    assert whole["lru"] == whole["cost"] == whole["hindsight"] >= small["hindsight"] >= small["lru"] > 0
+
+
+def test_caching_policies_says_where_there_is_nothing(tmp_path: Path) -> None:
+    done = run("caching_policies.py", "--data", str(tmp_path))
+    assert done.returncode == 2 and "holds no traces/mooncake_*.jsonl.gz" in done.stderr
+
+
+def test_a_node_that_only_decodes_is_simulated(tmp_path: Path) -> None:
+    """With as few tokens in a step as requests a recompute takes long; with vLLM's own budget it does not."""
+    file = tmp_path / "out.json"
+    done = run("decode_node.py", "--seats=16", "--repeats=3", f"--json={file}")
+    assert done.returncode == 0, done.stderr
+    ratios = {(one["figure"], one["budget"]): one["ratio"]["value"] for one in json.loads(file.read_text())}
+    assert ratios["steps", 16] < 0.97 < ratios["steps", None]
+    assert ratios["mean delay of victims", 16] < ratios["mean delay of victims", None]
+
+
+def test_a_decode_node_without_a_token_to_spare_is_refused() -> None:
+    done = run("decode_node_engine.py", "--seats", "8", "--running", "8")
+    assert done.returncode == 2 and "--running 8" in done.stderr

@@ -71,6 +71,41 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         ("profile", ["--out", "t"], {"out": Path("t"), "how": Measurement()}),
         (
+            "profile",
+            [
+                "--out",
+                "t",
+                "--llm",
+                "org/name",
+                "--minutes",
+                "5",
+                "--",
+                "-tp",
+                "2",
+                "--seed",
+                "3",
+                "--config",
+                "a.yaml",
+            ],
+            {
+                "out": Path("t"),
+                "how": Measurement(
+                    Path("org/name"),
+                    vllm_flags=("-tp", "2", "--seed", "3", "--config", "a.yaml"),
+                    minutes=5.0,
+                ),
+            },
+        ),
+        (
+            "characterize",
+            ["--out", "t", "--figure", "memory", "--seed", "4", "--", "--seed", "3", "--dtype", "bfloat16"],
+            {
+                "out": Path("t"),
+                "figures": ["memory"],
+                "how": Measurement(seed=4, vllm_flags=("--seed", "3", "--dtype", "bfloat16")),
+            },
+        ),
+        (
             "train",
             ["a", "b", "--out", "m", "--family", "linear", "--force", "--seed", "3"],
             {

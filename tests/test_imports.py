@@ -17,7 +17,7 @@ LAYERS = (
     ("fields", "stats", "stored_values"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest", "request_marks"),
     ("features", "hardware", "headroom", "host_store", "latency", "load_growth", "order", "survival", "workload"),
-    ("trace",),
+    ("caching", "trace"),
     ("attribution",),
     ("cost", "datasets"),
     ("policy", "training"),
@@ -35,6 +35,7 @@ _DECIDE = {
 INTEGRATION = {
     "": {"lazy_names"},
     "connector": set(),
+    "offloading": {"caching"},
     "launch": {"errors", "fields", "policy", "integrations", "settings"},
     "integration": {"integrations", "settings", "simulator"},
     "check": {"errors", "hardware", "settings"},
@@ -55,9 +56,10 @@ INTEGRATION_INSIDE = {
     "launch": {"plugin"},
     "integration": {"launch", "bench", "check", "simulator"},
     "check": {"launch", "plugin", "bench"},
+    "offloading": set(),
     "plugin": set(),
     "simulator": {"plugin"},
-    "bench": {"plugin", "simulator"},
+    "bench": {"launch", "plugin", "simulator"},
 }
 """Parts of kvpolicy_vllm, and the other parts of it each may import."""
 

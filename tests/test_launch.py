@@ -26,9 +26,11 @@ from tests.policy.ten_line_policy import Longer
 
 @pytest.fixture(autouse=True)
 def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags are written without an engine; only the command's form depends on how vLLM is installed."""
+    """Flags are written without an engine; only the command's form depends on how vLLM is installed. What a server is
+    checked for before is in tests/test_check_before.py."""
     monkeypatch.setattr(launch, "require", lambda name: None)
     monkeypatch.setattr(launch, "_distribution", lambda name: False)
+    monkeypatch.setattr(integrations, "refuse_unserved", lambda *asked: "")
 
 
 def run(*arguments: str) -> int:

@@ -12,7 +12,7 @@ PACKAGES = ("kvpolicy", "integrations/kvpolicy_vllm")
 MODULES = sorted(
     path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if not path.stem.startswith("__")
 )
-NOUNS = {"breakdown", "indexing", "ordering", "scaling", "staging", "streaming"}
+NOUNS = {"breakdown", "indexing", "offloading", "ordering", "scaling", "staging", "streaming"}
 """That end as participles do."""
 ONE_ROLE = {
     "base": "the class that the package's others extend",

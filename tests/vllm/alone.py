@@ -44,8 +44,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from tests.vllm.disturbances import Disturbances, Shares
-from tests.vllm.kv_caches import KINDS, kv_cache, scheduler_block_size, spec_of
+from tests.vllm.kv_caches import kv_cache, scheduler_block_size, spec_of
 from tests.vllm.places import Places
+from tests.vllm.setups import KINDS
 
 BLOCK = 16
 MAX_STEPS = 200_000
@@ -61,8 +62,9 @@ if "KVPOLICY_VLLM_SOURCE" in os.environ:
 
 
 def scheduler_for(job: dict[str, Any], grammars: Any = None) -> Any:
-    """``job["engine"]``: further engine arguments; ``job["layers"]``: one of :data:`tests.vllm.kv_caches.KINDS`.
-    ``grammars`` takes the place of vLLM's structured outputs."""
+    """``job["engine"]``: further engine arguments; ``job["layers"]``: one of :data:`tests.vllm.setups.KINDS`;
+    ``job["dense"]``: see :func:`tests.vllm.kv_caches.kv_cache`. ``grammars`` takes the place of vLLM's structured
+    outputs."""
     arguments = EngineArgs(
         model=job["model"], dtype="float32", skip_tokenizer_init=True, block_size=BLOCK, max_model_len=2048,
         max_num_seqs=job["sequences"], max_num_batched_tokens=job["budget"],
@@ -73,15 +75,18 @@ def scheduler_for(job: dict[str, Any], grammars: Any = None) -> Any:
     config.cache_config.num_gpu_blocks = job["blocks"]
     # The CPU platform turns it off; the scheduler alone needs no platform.
     config.scheduler_config.async_scheduling = job["asynchronous"]
-    cache = kv_cache(job.get("layers", "full"), job["blocks"], BLOCK, job["prefix_caching"])
-    if "state" in KINDS[job.get("layers", "full")]:
+    layers = job.get("layers", "full")
+    cache = kv_cache(layers, job["blocks"], BLOCK, job["prefix_caching"], job.get("dense", True))
+    if "state" in KINDS[layers]:
         config.cache_config.mamba_cache_mode = "align" if job["prefix_caching"] else "none"
+    # Where groups have blocks of several sizes, hashes are of the smallest.
+    hashed: dict[str, Any] = {"hash_block_size": BLOCK} if "wide" in KINDS[layers] else {}
     if job.get("worker_first"):  # as in an engine, where workers set up before the scheduler
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
     return config.scheduler_config.get_scheduler_cls()(
         vllm_config=config, kv_cache_config=cache,
         structured_output_manager=StructuredOutputManager(config) if grammars is None else grammars,
-        block_size=scheduler_block_size(cache), log_stats=True,
+        block_size=scheduler_block_size(cache), log_stats=True, **hashed,
     )  # fmt: skip
 
 
@@ -337,9 +342,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     arriving = deque(made_requests(job))
     worker: Any = Worker(job.get("late", 3))
     if job.get("symbolic"):
-        from tests.vllm.symbolic import SymbolicWorker  # here: it needs the plugin, which stock vLLM does without
+        # Here: they need the plugin, which stock vLLM does without.
+        from tests.vllm.store import WorkerBeside
+        from tests.vllm.symbolic import SymbolicWorker
 
-        worker = SymbolicWorker(scheduler, list(arriving), BLOCK, job["seed"])
+        worker_class = WorkerBeside if job.get("beside") else SymbolicWorker
+        worker = worker_class(scheduler, list(arriving), BLOCK, job["seed"])
     schedule: list[Any] = []
     if hasattr(scheduler, "kvpolicy"):
         # The same draws at every run, and a suspension of swapping that lasts some steps on a machine of any speed.
@@ -368,7 +376,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "schedule": schedule,
         "free_blocks": pool.get_num_free_blocks(),
         "device_blocks": pool.num_gpu_blocks,
-        "stats": scheduler.connector.stats() if scheduler.connector is not None else {},
+        "stats": scheduler.kvpolicy.stats() if hasattr(scheduler, "kvpolicy") else {},
         "unfinished": len(scheduler.requests),
         "counts": counts,
         "accounts": accounts_left(scheduler),

@@ -19,9 +19,13 @@ from transformers import (
     GenerationConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     NemotronHConfig,
     PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -47,6 +51,8 @@ class Family:
     """A kind of model."""
 
     config: Callable[[], PretrainedConfig]
+    feature: str
+    """That of the support matrix which it stands for."""
     groups: tuple[str, ...]
     """The kinds of its KV cache groups, by the names of vLLM's specifications, sorted."""
     dtype: str = "float32"
@@ -55,6 +61,22 @@ class Family:
     """Engine arguments."""
     chunks: bool = True
     """Whether vLLM computes its prompts in chunks on a CPU without AMX."""
+
+
+def llama() -> PretrainedConfig:
+    return LlamaConfig(**COMMON, num_hidden_layers=4)
+
+
+def qwen2() -> PretrainedConfig:
+    return Qwen2Config(**COMMON, num_hidden_layers=4)
+
+
+def mixtral() -> PretrainedConfig:
+    return MixtralConfig(**COMMON, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+
+
+def qwen3_moe() -> PretrainedConfig:
+    return Qwen3MoeConfig(**COMMON, num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 
 
 def gpt_oss() -> PretrainedConfig:
@@ -106,20 +128,37 @@ def deepseek_v2() -> PretrainedConfig:
     )  # fmt: skip
 
 
+PLAIN: dict[str, Family] = {
+    "llama": Family(llama, "full attention", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
+    "qwen2": Family(qwen2, "full attention", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
+    "mixtral": Family(mixtral, "MoE", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
+    "qwen3-moe": Family(qwen3_moe, "MoE", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
+}
+"""Full attention alone. What an engine or a request may have besides is tested on these."""
 FAMILIES: dict[str, Family] = {
-    "gpt-oss": Family(gpt_oss, ("FullAttentionSpec", "SlidingWindowSpec"), engine={"block_size": 32}),
+    "gpt-oss": Family(
+        gpt_oss, "sliding windows", ("FullAttentionSpec", "SlidingWindowSpec"), engine={"block_size": 32}
+    ),
     "gpt-oss, windows stored whole": Family(
         gpt_oss,
+        "windows stored whole",
         ("FullAttentionSpec",),
         engine={"block_size": 32, "disable_hybrid_kv_cache_manager": True, **NO_CACHING},
     ),
-    "gemma-3": Family(gemma3, ("FullAttentionSpec", *["SlidingWindowSpec"] * 5), engine={"block_size": 32}),
-    "mistral": Family(mistral, ("SlidingWindowSpec",), engine={"block_size": 32}),
-    "granite-4": Family(granite4, ("FullAttentionSpec", *["MambaSpec"] * 3)),
-    "nemotron-h": Family(nemotron_h, ("FullAttentionSpec", *["MambaSpec"] * 2)),
-    "qwen3-next": Family(qwen3_next, ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16"),
-    "deepseek-v2": Family(deepseek_v2, ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
+    "gemma-3": Family(
+        gemma3, "sliding windows", ("FullAttentionSpec", *["SlidingWindowSpec"] * 5), engine={"block_size": 32}
+    ),
+    "mistral": Family(mistral, "sliding windows", ("SlidingWindowSpec",), engine={"block_size": 32}),
+    "granite-4": Family(granite4, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 3)),
+    "nemotron-h": Family(nemotron_h, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 2)),
+    "qwen3-next": Family(qwen3_next, "GDN states", ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16"),
+    "deepseek-v2": Family(deepseek_v2, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
 }
+
+
+def computed_here(family: Family) -> bool:
+    """Whether vLLM's CPU build computes the family on this machine."""
+    return family.dtype != "bfloat16" or has_bfloat16()
 
 
 def has_bfloat16() -> bool:
@@ -128,7 +167,7 @@ def has_bfloat16() -> bool:
 
 def make(name: str, folder: Path, seed: int = 0) -> Path:
     """Write the family's model and a tokenizer to ``folder``; return the folder."""
-    family = FAMILIES[name]
+    family = (PLAIN | FAMILIES)[name]
     config = family.config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

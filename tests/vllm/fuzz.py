@@ -253,7 +253,7 @@ class Schedule:
         manager = self.scheduler.kv_cache_manager
         told = []
         for name, request in self.scheduler.requests.items():
-            held = len(manager.get_block_ids(name)[0])
+            held = sum(map(len, manager.get_block_ids(name)))
             told.append((-held, f"{name} {request.status.name} {request.num_tokens} tokens, holds {held} blocks"))
         free = manager.block_pool.get_num_free_blocks()
         shown = ", ".join(text for _, text in sorted(told)[:6])
@@ -363,6 +363,8 @@ def _job(setup: Setup, model: Path) -> dict[str, Any]:
         "scheduling": setup.scheduling,
         "blocks": setup.blocks,
         "asynchronous": setup.asynchronous,
+        "layers": setup.layers,
+        "dense": setup.dense,
         "engine": engine,
         "plugin": harness.plugin(
             setup.policy,
@@ -465,11 +467,18 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner
         "decisions awaited": len(learner._awaited.keys() - alone.open_accounts(scheduler)),
         "steps in flight": len(controller._in_flight),
         "marks of requests": len(controller.marks),
+        "block tables": sum(len(tables) for tables in _block_tables(scheduler)),
         "accounts": accounts if accounts > MAX_ACCOUNTS else 0,
     }
     for what, count in left.items():
         if count:
             yield f"{count} {what} left"
+
+
+def _block_tables(scheduler: Any) -> Iterator[Any]:
+    """Of each group of layers, the block tables of all requests."""
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        yield manager.req_to_blocks
 
 
 def _miscounted(scheduler: Any, requests: list[Request]) -> Iterator[str]:

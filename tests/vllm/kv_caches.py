@@ -17,17 +17,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-WINDOW = 40
-"""Tokens, no whole number of blocks."""
+from tests.vllm.setups import KINDS, WINDOW
+
 MODEL_TOKENS = 2048
-KINDS = {
-    "full": ("full",),
-    "two-full": ("full", "full"),
-    "window": ("window",),
-    "full-window": ("window", "full"),
-    "full-states": ("state", "full", "state"),
-}
-"""Kinds of the groups of layers, by name."""
 
 
 def spec_of(kind: str, block: int, caching: bool) -> Any:
@@ -35,6 +27,8 @@ def spec_of(kind: str, block: int, caching: bool) -> Any:
     shape: dict[str, Any] = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
     if kind == "window":
         return SlidingWindowSpec(block_size=block, sliding_window=WINDOW, **shape)
+    if kind == "wide":
+        return SlidingWindowSpec(block_size=2 * block, sliding_window=WINDOW, **shape | {"num_kv_heads": 2})
     full = FullAttentionSpec(block_size=block, **shape)
     if kind == "full":
         return full
@@ -47,8 +41,9 @@ def spec_of(kind: str, block: int, caching: bool) -> Any:
     )
 
 
-def kv_cache(layers: str, blocks: int, block: int, caching: bool) -> KVCacheConfig:
-    """``layers``: one of :data:`KINDS`; each group has four layers."""
+def kv_cache(layers: str, blocks: int, block: int, caching: bool, dense: bool = True) -> KVCacheConfig:
+    """``layers``: one of :data:`tests.vllm.setups.KINDS`; each group has four layers. ``dense``: whether windows and
+    states are cached at the end of every block, not only of the prompt as is vLLM's default."""
     kinds = KINDS[layers]
     groups = [
         KVCacheGroupSpec([f"layer.{group}.{i}" for i in range(4)], spec_of(kind, block, caching))
@@ -66,6 +61,8 @@ def kv_cache(layers: str, blocks: int, block: int, caching: bool) -> KVCacheConf
     cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
     if hasattr(cache, "hash_block_size"):
         cache.hash_block_size = block
+    if not dense:
+        cache.prefix_cache_retention_interval = 0
     return cache
 
 

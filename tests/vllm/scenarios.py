@@ -10,7 +10,9 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvpolicy import load_policy
+from kvpolicy_vllm.plugin.connector_list import own_connector
 from kvpolicy_vllm.plugin.host_copies import Copy
+from tests.vllm.asking import adapter_of, parameters_of, prompt_of
 
 Hook = Callable[["Run", int], None]
 
@@ -32,10 +34,9 @@ class Run:
         self.job = job
         self.llm = LLM(
             model=job["model"],
-            skip_tokenizer_init=True,
             enforce_eager=True,
             disable_log_stats=False,
-            **{"dtype": "float32"} | job["engine"],
+            **{"dtype": "float32", "skip_tokenizer_init": True} | job["engine"],
             **plugin_of(job),
         )
         self.engine = self.llm.llm_engine
@@ -53,21 +54,16 @@ class Run:
 
     @property
     def copier(self) -> Any:
-        return get_kv_transfer_group().copier
+        return own_connector(get_kv_transfer_group()).copier
 
     def add(self, name: str, request: dict[str, Any], logprobs: int | None = None) -> None:
         self._many[name] = request.get("n", 1) > 1
-        parameters = SamplingParams(
-            temperature=request.get("temperature", 0.0),
-            seed=request.get("seed"),
-            n=request.get("n", 1),
-            max_tokens=request["max_tokens"],
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=2 if self.job.get("gaps") else logprobs,
-        )
         self.engine.add_request(
-            name, {"prompt_token_ids": request["prompt"]}, parameters, priority=request.get("priority", 0)
+            name,
+            prompt_of(request),
+            parameters_of(request, 2 if self.job.get("gaps") else logprobs),
+            lora_request=adapter_of(request),
+            priority=request.get("priority", 0),
         )
 
     def serve(self, hook: Hook | None = None) -> None:
@@ -96,14 +92,13 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         pool = self.scheduler.kv_cache_manager.block_pool
-        connector = self.scheduler.connector
         return {
             "tokens": self.tokens,
             "gaps": self.gaps,
             "finish": self.finish,
             "free_blocks": pool.get_num_free_blocks(),
             "device_blocks": pool.num_gpu_blocks,
-            "stats": connector.stats() if connector is not None else {},
+            "stats": self.scheduler.kvpolicy.stats() if hasattr(self.scheduler, "kvpolicy") else {},
             "async": type(self.scheduler).__mro__[1].__name__,
         }
 
@@ -287,15 +282,15 @@ def losing_trace(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def harried(job: dict[str, Any]) -> dict[str, Any]:
-    """Like ``plain``, with somebody forced out every third step on top of what memory does by itself; shut down as a
-    server would, so that the trace is whole."""
+    """Like ``plain``, with somebody forced out every third step, or every so many as ``every`` says, on top of what
+    memory does by itself; shut down as a server would, so that the trace is whole."""
     run = Run(job)
     for i, request in enumerate(job["requests"]):
         run.add(f"r{i}", request)
 
     def hook(run: Run, step: int) -> None:
         running = run.scheduler.running
-        if step % 3 == 0 and running:
+        if step % job.get("every", 3) == 0 and running:
             run.scheduler.preempt_at_next_step(running[step % len(running)].request_id)
 
     run.serve(hook)

@@ -12,6 +12,20 @@ MAX_SHARED_TOKENS = 96
 """Prompts begin alike up to here."""
 
 
+WINDOW = 40
+"""Tokens, no whole number of blocks."""
+KINDS = {
+    "full": ("full",),
+    "two-full": ("full", "full"),
+    "window": ("window",),
+    "full-window": ("window", "full"),
+    "full-windows": ("window", "full", "window"),
+    "two-sizes": ("wide", "full"),
+    "full-states": ("state", "full", "state"),
+}
+"""Kinds of the groups of layers, by name. ``wide`` is a window whose blocks have twice the tokens."""
+MAX_STATES = 2
+"""Blocks of states that a request has at a time, of one group."""
 MAX_SESSIONS = 2
 MAX_FURTHER_TOKENS = 160
 """What a session's further inputs and the answers to them come to."""
@@ -86,6 +100,11 @@ class Setup:
     """Tokens of the largest picture in a prompt; 0: there are none."""
     encoder_room: float
     """What the encoder takes in a step, and its cache holds, in largest pictures."""
+    # The model.
+    layers: str
+    """One of :data:`KINDS`."""
+    dense: bool
+    """Whether windows and states are cached at the end of every block, and not only of the prompt."""
 
     @classmethod
     def draw(cls, seed: int, **fixed: Any) -> Setup:
@@ -134,8 +153,18 @@ class Setup:
         """KV blocks of the device, vLLM's own null block among them."""
         longest = MAX_SHARED_TOKENS + self.max_prompt_tokens + self.max_output_tokens
         # Sessions keep their blocks while they wait, which nothing can take: beside them the longest request must fit.
-        kept = MAX_SESSIONS * ((longest + MAX_FURTHER_TOKENS) // BLOCK + 1) if self.has_sessions else 0
-        return longest // BLOCK + 2 + self.spare_blocks + kept
+        kept = MAX_SESSIONS * (self._held_at_most(longest + MAX_FURTHER_TOKENS)) if self.has_sessions else 0
+        return self._held_at_most(longest) + 1 + self.spare_blocks + kept
+
+    def _held_at_most(self, tokens: int) -> int:
+        """Blocks of a request of so many tokens, over all groups. In a window are the tokens of two steps, too."""
+        step_tokens = max(self.token_budget, self.max_running)
+        seen = min(tokens, WINDOW + 2 * step_tokens + BLOCK)
+        by_kind = {
+            "full": tokens // BLOCK + 1, "window": seen // BLOCK + 1, "wide": seen // (2 * BLOCK) + 1,
+            "state": MAX_STATES,
+        }  # fmt: skip
+        return sum(by_kind[kind] for kind in KINDS[self.layers])
 
 
 _DRAWS = {
@@ -168,4 +197,7 @@ _DRAWS = {
     "throttled": lambda rng: rng.random() < 0.2,
     "pictures": lambda rng: rng.choice([0, 0, 24, 60]),
     "encoder_room": lambda rng: rng.choice([1.0, 1.0, 1.5, 4.0]),
+    # Several block tables are served from vLLM 0.32 on only: tests ask for them.
+    "layers": lambda rng: "full",
+    "dense": lambda rng: rng.random() < 0.5,
 }

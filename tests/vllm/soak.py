@@ -40,7 +40,9 @@ CHUNK = 125
 CHUNK_TIMEOUT_S = 3600.0
 SHOWN_FAILURES = 3
 TOTALS = ("steps", "preemptions", "swaps", "displaced")
-PARTS = ("alone", "disturbances", "fuzz", "harness", "memory", "pictures", "places", "setups", "symbolic")
+PARTS = (
+    "alone", "disturbances", "fuzz", "harness", "kv_caches", "memory", "pictures", "places", "setups", "symbolic",
+)  # fmt: skip
 CODE = (
     "integrations/kvpolicy_vllm/plugin",
     "integrations/kvpolicy_vllm/connector.py",

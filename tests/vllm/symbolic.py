@@ -61,14 +61,17 @@ class SymbolicWorker:
         rank: int = 0,
         faults: Faults = Faults(),
     ) -> None:
-        self._scheduler, self._requests, self._block, self._faults = scheduler, requests, block, faults
+        self._scheduler, self._requests, self._faults = scheduler, requests, faults
         self._rng = random.Random(f"faults {seed} {rank}")
         self._texts = {request.request_id: _text(request) for request in requests}
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in _groups(scheduler)]
         self._sizes = [group.kv_cache_spec.block_size for group in _groups(scheduler)]
         self._keeps_states = [not hasattr(group.kv_cache_spec, "num_kv_heads") for group in _groups(scheduler)]
-        self._device = np.full((scheduler.kv_cache_manager.block_pool.num_gpu_blocks, block), NOTHING)
-        self._host = np.full((scheduler.kvpolicy.copies.pool.total, block), NOTHING)
+        # A state takes one place of its block, whatever the tokens that the block stands for.
+        kept = zip(self._sizes, self._keeps_states, strict=True)
+        width = max([block, *(size for size, is_state in kept if not is_state)])
+        self._device = np.full((scheduler.kv_cache_manager.block_pool.num_gpu_blocks, width), NOTHING)
+        self._host = np.full((scheduler.kvpolicy.copies.pool.total, width), NOTHING)
         self._saved: set[int] = set()
         """Slots that hold a whole block."""
         self._loading: deque[tuple[int, int, Job, bool]] = deque()
@@ -116,6 +119,7 @@ class SymbolicWorker:
         done = [transfer for job in jobs.saves for transfer in self._begin_save(job)]
         for saving in self._saving:
             self._read(saving, jobs.overwritten)
+        self.others_write()
         self._device[list(getattr(output, "new_block_ids_to_zero", None) or ())] = NOTHING
         ends = {name: self._compute(name, count) for name, count in output.num_scheduled_tokens.items()}
         for job in jobs.loads:
@@ -130,11 +134,14 @@ class SymbolicWorker:
             kv_connector_output=self._finished(done),
         )
 
+    def others_write(self) -> None:
+        """Called before a step computes: nobody else writes to the device here."""
+
     def _compute(self, name: str, count: int) -> int:
         """Read the context, write ``count`` positions after it; returns where they end."""
         end = self._scheduler.requests[name].num_computed_tokens
         start = end - count
-        right = (self._weights * TOKENS + self._texts[name][:end]) * POSITIONS + np.arange(end)
+        right = self.right(name, end)
         for group, table in enumerate(self._scheduler.kv_cache_manager.get_block_ids(name)):
             if self._keeps_states[group]:
                 self._compute_state(name, group, np.array(table), start, right)
@@ -143,12 +150,16 @@ class SymbolicWorker:
         self._counts["positions_read"] += start
         return end
 
+    def right(self, name: str, end: int) -> np.ndarray:
+        """What has to be at the first ``end`` positions of a request."""
+        return (self._weights * TOKENS + self._texts[name][:end]) * POSITIONS + np.arange(end)
+
     def _compute_layers(self, name: str, group: int, table: np.ndarray, start: int, right: np.ndarray) -> None:
         """Of layers that attend to everything, or to a window that ends with the token computed."""
-        window = self._windows[group]
+        window, size = self._windows[group], self._sizes[group]
         positions = np.arange(0 if window is None else max(0, start - window + 1), len(right))
-        blocks, right = table[positions // self._block], right[positions]
-        there, old = self._device[blocks, positions % self._block], positions < start
+        blocks, right = table[positions // size], right[positions]
+        there, old = self._device[blocks, positions % size], positions < start
         different = np.flatnonzero((there != right) & old)
         if different.size:
             at = different[0]
@@ -156,7 +167,7 @@ class SymbolicWorker:
                 f"step {self._steps}, {name}, group {group}: {different.size} of {old.sum()} positions, first "
                 f"{positions[at]}: {_named(there[at])} instead of {_named(right[at])}"
             )
-        self._device[blocks[~old], positions[~old] % self._block] = right[~old]
+        self._device[blocks[~old], positions[~old] % size] = right[~old]
 
     def _compute_state(self, name: str, group: int, table: np.ndarray, start: int, right: np.ndarray) -> None:
         """Of layers that keep a state: that after the last token before this step, named after that token, is read from

@@ -50,8 +50,9 @@ def test_whoever_others_are_displaced_for_comes_in_on_every_version(version: str
     setups = [Setup.draw(seed, **ORDERED | PLAIN | more) for seed, more in enumerate(BESIDES)]
     done = soak.run(version, setups, tmp_path)
     assert not done.failed, "\n".join([str(done), *done.replays()])
-    assert [outcome["missed"] for outcome in done.outcomes] == [0] * len(setups)
     assert all(outcome["displaced"] > 5 for outcome in done.outcomes)
+    missed, displaced = (sum(outcome[what] for outcome in done.outcomes) for what in ("missed", "displaced"))
+    assert missed <= 0.01 * displaced, "a wrong count of blocks, places or tokens misses far more"
 
 
 @pytest.mark.parametrize("reserves_whole", [True, False])

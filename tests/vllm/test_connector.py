@@ -9,9 +9,34 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpolicy_vllm.plugin.connector import KVPolicyConnector, cores_here
+from kvpolicy_vllm.plugin.connector import KVPolicyConnector, cores_here, pools
 from kvpolicy_vllm.plugin.copiers.base import Finished
-from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job
+from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs
+from kvpolicy_vllm.plugin.settings import Settings
+
+
+def specification(kind: str) -> Any:
+    return type(kind, (), {})()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count"),
+    [
+        (["MLAAttentionSpec"], 1),
+        (["MLAAttentionSpec", "MambaSpec"], 2),
+        (["FullAttentionSpec"], 2),
+    ],
+)
+def test_ranks_share_a_pool_only_where_they_have_the_same_in_all_layers(kinds: list[str], count: int) -> None:
+    """Beside latent KV, which is the same on all ranks, each keeps the states of its own heads."""
+    groups = [SimpleNamespace(kv_cache_spec=specification(kind)) for kind in kinds]
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla="MLAAttentionSpec" in kinds),
+        parallel_config=SimpleNamespace(world_size=2),
+    )
+    kv_cache: Any = SimpleNamespace(kv_cache_groups=groups)
+    settings = Settings.read({"policy": "always-swap", "share_replicated_kv": True})
+    assert pools(config, kv_cache, settings) == count
 
 
 @pytest.mark.parametrize(("size_local", "rank_local", "cores"), [(1, None, 1), (4, 0, 4), (1, 3, 4), (0, None, 1)])
@@ -39,3 +64,18 @@ def test_a_load_of_no_request_is_not_reported_whether_it_fails_or_not(by_request
     connector._failed_requests, connector._failed_blocks = set(), set()
     assert connector.get_finished(set()) == (None, {"r"})
     assert (connector._failed_requests, connector._failed_blocks) == (({"r"}, set()) if by_request else (set(), {5}))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_blocks_that_another_connector_may_write_to_are_off_the_device_before_the_worker_goes_on(at_once: bool) -> None:
+    called: list[str] = []
+    copier = SimpleNamespace(
+        finish=lambda blocks: called.append("finish"), save=lambda job, blocks: called.append("save"),
+        drain=lambda: called.append("drain"),
+    )  # fmt: skip
+    connector: Any = object.__new__(KVPolicyConnector)
+    connector.copier, connector._saved_step = copier, -1
+    jobs = StepJobs(1, (Job(1, "r", (3,), (0,)),), overwritten=frozenset({3}), at_once=at_once)
+    connector.handle_preemptions(jobs)
+    connector.handle_preemptions(jobs)  # vLLM may call twice in a step
+    assert called == ["finish", "save", *(["drain"] if at_once else [])]

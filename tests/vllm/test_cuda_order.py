@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from kvpolicy_vllm.plugin.copiers import cuda
+from kvpolicy_vllm.plugin.copiers.arena import host_arena, segments_in
 from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
-from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, part_of, runs_of, segments_in
+from kvpolicy_vllm.plugin.copiers.staging import Staging, part_of, runs_of
 from kvpolicy_vllm.plugin.messages import Job
 
 pytestmark = pytest.mark.scheduler

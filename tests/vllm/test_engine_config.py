@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from vllm.engine.arg_utils import EngineArgs
 
 from kvpolicy.hardware import Geometry
+from kvpolicy.shape import ModelShape
 from kvpolicy_vllm.plugin.engine_config import geometry_of
 from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
+from tests.vllm.families import FAMILIES
 
 pytest.importorskip("vllm")
 
@@ -37,3 +41,16 @@ def test_an_engine_sees_the_geometry_of_the_models_shape(
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
     result = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
     assert geometry_of(result) == Geometry.from_config(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_shape_has_the_weights_of_the_familys_model(name: str) -> None:
+    """All matrices of the layers, as transformers makes them; vectors and biases are left out."""
+    config = FAMILIES[name].config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embedding = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1 and id(weight) not in embedding]
+    shape = ModelShape.from_config(config.to_dict() | {"dtype": FAMILIES[name].dtype})
+    in_layers = shape.parameters - shape.embedding_parameters
+    assert in_layers == pytest.approx(sum(weight.numel() for weight in matrices), rel=0.01)

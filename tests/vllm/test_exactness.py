@@ -24,7 +24,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FEATURES = {
+    "blocks-32": "full attention", "blocks-64": "full attention", "prefix-caching": "prefix caching",
+    "chunked-prefill": "chunked prefill", "priority": "priority scheduling", "all-together": "priority scheduling",
+    "seeded-n-4": "seeded sampling, n > 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.feature(FEATURES[case])) for case in CASES])
 def test_mixed_actions_change_no_token(
     case: str, model: str, references: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -41,6 +48,7 @@ def test_mixed_actions_change_no_token(
     assert harness.total(stats, "fallbacks", reason="error") == 0
 
 
+@pytest.mark.feature("tensor parallelism")
 @pytest.mark.slow
 def test_two_tensor_parallel_workers(
     model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path

@@ -31,12 +31,16 @@ def asked() -> dict[str, Any]:
     return {"prompt": [rng.randrange(10, 2000) for _ in range(PROMPT)], "max_tokens": OUTPUT}
 
 
-@pytest.fixture(scope="module", params=families.FAMILIES)
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.feature(families.FAMILIES[name].feature))
+
+
+@pytest.fixture(scope="module", params=[*map(marked, families.FAMILIES)])
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All cases of a family in one engine."""
     name, folder = request.param, tmp_path_factory.mktemp("family")
     family = families.FAMILIES[name]
-    if family.dtype == "bfloat16" and not families.has_bfloat16():
+    if not families.computed_here(family):
         pytest.skip("vLLM's CPU build computes this family in bfloat16 alone, which this machine cannot")
     # Where vLLM computes each prompt whole there is no preemption in a prefill.
     chunks = {"max_num_batched_tokens": 64 if family.chunks else 512}

@@ -22,6 +22,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.feature("failed copies")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_failing_and_late_copies(
     fault: str,
@@ -43,6 +44,8 @@ def test_failing_and_late_copies(
     assert harness.total(stats, "loaded_tokens") > 0
 
 
+@pytest.mark.feature("tensor parallelism")
+@pytest.mark.feature("failed copies")
 def test_a_rank_that_fails_alone(
     model: str,
     requests: list[dict[str, Any]],
@@ -77,6 +80,7 @@ def test_host_pool_of_three_blocks(
     assert harness.total(result["stats"], "fallbacks", reason="host_full") > 0
 
 
+@pytest.mark.feature("aborts")
 def test_aborts_in_every_stage(
     model: str,
     requests: list[dict[str, Any]],
@@ -93,6 +97,7 @@ def test_aborts_in_every_stage(
     harness.assert_nothing_left(result)
 
 
+@pytest.mark.feature("resets of the prefix cache")
 @pytest.mark.parametrize("stage", ["saved", "loading"])
 def test_reset_after_the_weights_changed(
     stage: str, model: str, requests: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

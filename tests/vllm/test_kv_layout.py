@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin import kv_layout
 from kvpolicy_vllm.plugin.kv_layout import Piece
-from tests.vllm.kv_caches import kv_cache
+from tests.vllm.kv_caches import WINDOW, kv_cache
 
 PAGE, BLOCKS = 16384, 9
 
@@ -91,6 +91,15 @@ def test_what_a_plain_cache_is() -> None:
         block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32, sliding_window=64
     )
     assert kv_layout.is_plain(full) and not kv_layout.attends_to_everything(full), "windows that are stored whole"
+    assert kv_layout.kept_layers(full) == kv_layout.KeptLayers(4, 64, 0, False)
     states = kv_layout.block_tables(kv_cache("full-states", BLOCKS, 16, caching=False))
     assert states is not None and states.block_sizes == (2048, 16, 2048)
     assert kv_layout.block_size(kv_cache("full-states", BLOCKS, 16, caching=False)) == 16
+
+
+@pytest.mark.parametrize(
+    ("layers", "windows", "states"), [("full", 0, 0), ("full-window", 4, 0), ("full-states", 0, 8), ("two-full", 0, 0)]
+)
+def test_layers_that_do_not_keep_every_token_are_counted(layers: str, windows: int, states: int) -> None:
+    kept = kv_layout.kept_layers(kv_cache(layers, BLOCKS, 16, caching=True))
+    assert kept == kv_layout.KeptLayers(windows, WINDOW if windows else 0, states, False)

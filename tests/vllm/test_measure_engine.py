@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -46,3 +47,36 @@ def test_measuring_ends_in_time_and_leaves_no_state_half_measured() -> None:
     everything: Any = TimedDriver()
     Measurement(everything, replace(job, max_s=None), lambda values: None, lambda: everything.now_s).run()
     assert len(everything.windows) == 3 * 8 + 2 * 2 * 2
+
+
+def test_what_time_was_too_short_for_is_said() -> None:
+    """By state. Those that come first are measured first, in their order."""
+    span = Span(64, 256, 3, 1000, 1024)
+    states, checks = grid(32, 8, span, random.Random(0)), check_states(32, span)
+    job = MeasuringJob({}, states, checks, 2, 1, 0, 0, end_s=160.0, in_order=True)
+    timed: Any = TimedDriver()
+    measurement = Measurement(timed, job, lambda values: None, lambda: timed.now_s)
+    measurement.run()
+    measured = list(dict.fromkeys(state for state, _ in timed.windows))
+    assert measured == [state.state_id for state in states[: len(measured)]] and 2 <= len(measured) < 8
+    assert measurement.left_out == {
+        **{state.state_id: 1 for state in states[len(measured) :]},
+        **{check.state_id: 2 for check in checks},
+    }
+    assert 30 * len(measured) <= measurement.measured_s <= 30 * len(measured) + 1
+
+
+def test_only_what_is_wanted_is_measured() -> None:
+    span = Span(64, 256, 3, 1000, 1024)
+    states, checks = grid(32, 8, span, random.Random(0)), check_states(32, span)
+    wanted = {states[1].state_id: 2, states[6].state_id: 1, checks[1].state_id: 3}
+    timed: Any = TimedDriver()
+    job = MeasuringJob({}, states, checks, 2, 1, 0, 0, wanted=wanted)
+    measurement = Measurement(timed, job, lambda values: None, lambda: timed.now_s)
+    measurement.run()
+    assert Counter(state for state, _ in timed.windows) == {
+        states[1].state_id: 6,
+        states[6].state_id: 3,
+        checks[1].state_id: 6,
+    }
+    assert not measurement.left_out

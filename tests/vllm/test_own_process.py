@@ -16,6 +16,7 @@ from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
 
 
+@pytest.mark.feature("metrics")
 def test_a_policy_goes_to_the_other_process_and_metrics_come_back(
     model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
 ) -> None:

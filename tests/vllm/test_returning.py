@@ -81,7 +81,7 @@ class Scheduler:
 
     block_size = 16
     max_num_running_reqs = 8
-    finished_recving_kv_req_ids = frozenset[str]()
+    finished_recving_kv_req_ids = failed_recving_kv_req_ids = frozenset[str]()
 
     class lora_config:  # noqa: N801  # vLLM's name
         max_loras = 2

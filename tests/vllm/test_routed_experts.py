@@ -53,7 +53,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_routed_expert_reaches_its_client_or_the_flag_is_refused(policy: str, runs: Runs) -> None:
+def test_every_routed_expert_reaches_its_client_or_the_flag_is_refused(
+    policy: str, runs: Runs, request: pytest.FixtureRequest
+) -> None:
+    is_refused = any(result["refused"] for result in runs[policy])
+    request.applymarker(pytest.mark.feature("routed experts returned", refused=is_refused))
     for result in runs[policy]:
         if result["refused"]:
             assert FLAG in result["refused"] and "kvpolicy" in result["refused"]

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.scheduler
 
 versions = pytest.mark.parametrize("version", quick_and_others(INSTALLED), scope="module")
 """One after the other: at each its vLLM is imported once."""
+modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 SETTINGS: dict[str, dict[str, Any]] = {
     "fcfs": {},
     "prefix-caching": {"prefix_caching": True},
@@ -36,8 +37,9 @@ def run_alone(job: dict[str, Any], folder: Path, version: str) -> dict[str, Any]
     return harness.run_module("tests.vllm.alone", job, folder, environment)
 
 
+@pytest.mark.feature("asynchronous scheduling")
 @versions
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@modes
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_always_recompute_is_stock(setting: str, asynchronous: bool, version: str, model: str, tmp_path: Path) -> None:
     job = BASE | SETTINGS[setting] | {"model": model, "asynchronous": asynchronous}
@@ -51,7 +53,7 @@ def test_always_recompute_is_stock(setting: str, asynchronous: bool, version: st
 
 
 @versions
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@modes
 def test_swapping_leaves_nothing_behind(asynchronous: bool, version: str, model: str, tmp_path: Path) -> None:
     """Bookkeeping of saves and late loads over a thousand steps, also under asynchronous scheduling."""
     job = BASE | {"model": model, "asynchronous": asynchronous, "plugin": harness.plugin("random:0.5")}
@@ -62,9 +64,10 @@ def test_swapping_leaves_nothing_behind(asynchronous: bool, version: str, model:
     assert harness.total(ours["stats"], "loaded_tokens") > 0
 
 
+@pytest.mark.feature("priority scheduling")
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
 @versions
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@modes
 def test_only_loaded_requests_keep_their_places(
     asynchronous: bool, version: str, scheduling: str, model: str, tmp_path: Path
 ) -> None:
@@ -77,9 +80,11 @@ def test_only_loaded_requests_keep_their_places(
     harness.assert_nothing_left(ours)
 
 
+@pytest.mark.feature("aborts")
+@pytest.mark.feature("resets of the prefix cache")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @versions
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@modes
 def test_aborts_and_resets_at_any_moment(
     asynchronous: bool, version: str, seed: int, model: str, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,9 +55,10 @@ def free_port() -> int:
 def server(
     model: str, folder: Path, *arguments: str, workers: int = 1
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`kvpolicy serve`, up and answering; ended by its own process id."""
+    """`kvpolicy serve`, up and answering; ended by its own process id. The check before is that of
+    `test_started_from_python`."""
     port, log = free_port(), folder / "server.log"
-    command = [sys.executable, "-m", "kvpolicy.cli", "serve", model, *arguments, *vllm_flags(port)]
+    command = [sys.executable, "-m", "kvpolicy.cli", "serve", model, "--no-check", *arguments, *vllm_flags(port)]
     environment = harness.environment(workers, multiprocess=True) | {"VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -103,7 +105,7 @@ def wait_until(true: Callable[[], bool], otherwise: Callable[[], str]) -> None:
 
 def complete(
     base: str, seed: int, tokens: tuple[int, int] = (60, 120), rank: int | None = None, **more: object
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Ask for so many tokens, of the data-parallel engine core ``rank`` where that is given. ``more``: of the body."""
     rng = random.Random(seed)
     body = {
@@ -243,7 +245,8 @@ def test_terminated_right_after_the_last_answer(model: str, tmp_path: Path) -> N
 
 
 def test_started_from_python(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kvpolicy.serve` with a policy of one's own: it answers, decides by that policy, and ends when it is told to."""
+    """`kvpolicy.serve` with a policy of one's own: it is checked and answers, decides by that policy, and ends when it
+    is told to."""
     port, log = free_port(), tmp_path / "none"
     for name, value in harness.environment(1, multiprocess=True).items():
         monkeypatch.setenv(name, value)
@@ -261,6 +264,7 @@ def test_started_from_python(model: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert header.policy == Longer().label
 
 
+@pytest.mark.feature("data parallelism")
 def test_two_data_parallel_cores(model: str, tmp_path: Path) -> None:
     """Each engine core has its own host pool, decides for itself, and records into a sub-folder of its own."""
     folder = tmp_path / "trace"
@@ -277,6 +281,8 @@ def test_two_data_parallel_cores(model: str, tmp_path: Path) -> None:
     assert set(recorded.table("decisions")["core"].to_pylist()) == set(recorded.headers)
 
 
+@pytest.mark.feature("data parallelism")
+@pytest.mark.feature("orders of service")
 def test_marks_and_an_order_reach_both_cores(model: str, tmp_path: Path) -> None:
     """Each core ranks its own requests by what was granted, displaces among them alone, and counts for itself."""
     folder, order = tmp_path / "trace", "classes:chat+batch"

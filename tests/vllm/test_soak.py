@@ -38,6 +38,12 @@ PRESSED: dict[str, Any] = {
 """Much swapping, and nothing that goes wrong by itself."""
 
 
+@pytest.mark.feature("orders of service")
+@pytest.mark.feature("streaming sessions")
+@pytest.mark.feature("structured output")
+@pytest.mark.feature("LoRA")
+@pytest.mark.feature("multimodal")
+@pytest.mark.feature("priority scheduling")
 @pytest.mark.soak
 @pytest.mark.parametrize("version", quick_and_others(INSTALLED, FETCHED_BY_MAKE))
 def test_drawn_schedules_are_clean(version: str, tmp_path: Path) -> None:

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 from tests.vllm import harness
-from tests.vllm.test_same_schedule import BASE, run_alone, versions
+from tests.vllm.test_same_schedule import BASE, modes, run_alone, versions
 from tests.vllm.versions import INSTALLED
 
 pytestmark = pytest.mark.scheduler
-
-modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-
 
 SEEDS = range(1, 5)
 SEEDS_OF_LAYERS = range(1, 3)
@@ -53,6 +50,10 @@ def assert_eventful(found: dict[str, Any]) -> None:
     assert harness.total(stats, "fallbacks", reason="load_failed") > 0
 
 
+@pytest.mark.feature("full attention")
+@pytest.mark.feature("asynchronous scheduling")
+@pytest.mark.feature("prefix caching")
+@pytest.mark.feature("failed copies")
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
 @modes
 @versions
@@ -73,6 +74,7 @@ with_tables = pytest.mark.parametrize(
 """Versions that several block tables are served on."""
 
 
+@pytest.mark.feature("several KV cache groups")
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
 @pytest.mark.parametrize(
     ("layers", "blocks"), [("two-full", 200), ("window", 60), ("full-window", 130), ("full-states", 180)]
@@ -89,6 +91,7 @@ def test_every_position_and_state_of_every_group_is_right(
         assert_eventful(result)
 
 
+@pytest.mark.feature("resets of the prefix cache")
 @modes
 @versions
 def test_nothing_of_old_weights_is_read_after_a_reset(
@@ -104,6 +107,7 @@ def test_nothing_of_old_weights_is_read_after_a_reset(
     assert sum(result["reset_when_loaded_and_waiting"] for result in done), "no reset met a loaded request that waits"
 
 
+@pytest.mark.feature("pauses and sleep")
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 @versions
 def test_a_pause_that_clears_caches_waits_for_loads(mode: str, version: str, model: str, tmp_path: Path) -> None:

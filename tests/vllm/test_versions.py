@@ -94,6 +94,15 @@ def test_an_older_one_stays_refused(monkeypatch: pytest.MonkeyPatch, called: str
         assert "allow_untested_version" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("beside", "warned"), [(["NixlConnector"], False), (["NixlConnector", "MyConnector"], True)])
+def test_connectors_that_were_not_tested_are_told(
+    caplog: pytest.LogCaptureFixture, beside: list[str], warned: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        versions.warn_untested_connectors(beside)
+    assert ("MyConnector was not tested" in caplog.text) == warned
+
+
 CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
 
 
@@ -110,10 +119,59 @@ def test_windows_stored_whole_are_advised_where_vllm_would_store_them_so(
     assert ("--disable-hybrid-kv-cache-manager" in str(refused.value)) == helps
 
 
+def speculating(**changed: Any) -> Any:
+    """A configuration with drafts by n-grams, which is served; ``changed``: what is otherwise."""
+    of = {"method": "ngram", "is_hybrid": False, "use_mla": False, "asynchronous": False, "order": "fcfs"} | changed
+    transfer = {"kv_connector": "KVPolicyConnector", "kv_connector_extra_config": {"order": of["order"]}}
+    if of.get("listed"):
+        transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer]}}
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=of["method"]),
+        model_config=SimpleNamespace(is_hybrid=of["is_hybrid"], use_mla=of["use_mla"]),
+        scheduler_config=SimpleNamespace(async_scheduling=of["asynchronous"], policy="fcfs"),
+        kv_transfer_config=SimpleNamespace(**transfer),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"method": "eagle3"}, "speculation by eagle3, only by ngram, draft_model, eagle, mtp"),
+        ({"is_hybrid": True}, "layers keep states"),
+        ({"use_mla": True}, "an MLA model"),
+        ({"asynchronous": True}, "--no-async-scheduling"),
+        ({"order": "urgent"}, "beside order urgent"),
+        ({"order": "urgent", "listed": True}, "beside order urgent"),
+    ],
+)
+def test_speculation_is_served_only_where_it_was_tested(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    monkeypatch.setattr(versions, "platform", lambda: SimpleNamespace(is_cpu=lambda: False))
+    versions._refuse_speculation(speculating())
+    with pytest.raises(UnsupportedEngine, match=f"does not serve .*{words}"):
+        versions._refuse_speculation(speculating(**changed))
+
+
+def test_a_cpu_turns_asynchronous_scheduling_off_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    monkeypatch.setattr(versions, "platform", lambda: SimpleNamespace(is_cpu=lambda: True))
+    versions._refuse_speculation(speculating(asynchronous=True))
+
+
+def test_speculation_is_refused_before_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    with pytest.raises(UnsupportedEngine, match=r"older than 0\.32; leave --speculative-config out"):
+        versions._refuse_speculation(speculating())
+
+
 def test_a_build_without_a_version_is_as_old_as_its_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "dev")
     config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"allow_untested_version": True})
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="KVPolicyConnector", kv_connector_extra_config={"allow_untested_version": True}
+        )
     )
     older = kv_cache("full-window", 9, 16, caching=True)
     older.kv_cache_tensors = [SimpleNamespace(size=9, shared_by=["layer"])]

