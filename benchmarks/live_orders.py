@@ -9,10 +9,10 @@ link has one of its own. An engine without the plugin is started as anybody woul
 over starts.
 
 Scenario ``one``: requests with the lengths of deepseek-r1, scaled, and Poisson arrivals at ``--load`` of the capacity,
-which is the rate of finishes in the middle half of a run of unmodified vLLM in which all are there at once. Arms: it,
-``mlfq:base=32`` with always-recompute, with always-swap, and with the learned policy. Scenario ``two``: the same
-lengths as batch work that is there from the beginning, and urgent requests, short, six at a time. Arms: vLLM's priority
-scheduling, and ``urgent`` with each of the three.
+which is the rate of finishes in the middle half of a run of unmodified vLLM in which the same requests are all there at
+once. Arms: it, ``mlfq:base=32`` with always-recompute, with always-swap, and with the learned policy. Scenario ``two``:
+the same lengths as batch work that is there from the beginning, and urgent requests, short, six at a time. Arms: vLLM's
+priority scheduling, and ``urgent`` with each of the three.
 
 Printed are p / d at the batch that ran, from a recorded run under the order, and ratios over unmodified vLLM. All
 tokens have to be the same, but for ties. Writes ``live_orders.json`` into DIR. Exits 1 where a bar is missed, tokens
@@ -117,8 +117,10 @@ class Found:
     scenario: str
     price_ratio: float | None
     sentence: str
-    capacity_per_s: float
-    rate_per_s: float
+    capacities_per_s: tuple[float, ...]
+    """By seed."""
+    load: float
+    """Arrivals of scenario one, as a share of it."""
     blocks: int
     runs: list[tuple[int, str, Run]] = field(default_factory=list)
     """Start, arm and run."""
@@ -207,27 +209,31 @@ class Bench:
             made += [Request(now_s, *URGENT_TOKENS, priority=-1, class_name=URGENT)] * BURST
         return Workload("two classes", tuple(made), seed)
 
-    def arrivals(self, scenario: str, rate_per_s: float) -> str:
+    def _capacity(self, arms: Arms, seed: int) -> float:
+        """Requests per second: lengths differ much between seeds, so each has its own."""
+        run = arms.serve(STOCK, all_at_once(DEEPSEEK_R1, self._options.requests, seed, CONTEXT_TOKENS, SCALE), -1)
+        return middle_rate([e2e_s(run, number) for number in range(len(run.tokens))])
+
+    def arrivals(self, scenario: str, load: float) -> str:
         if scenario == "one":
-            return f"arrivals {rate_per_s:.2f}/s"
+            return f"arrivals at {load:g} of it"
         return f"all there at once, urgent ones {self._options.urgent_rate:.2f}/s, {BURST} at a time"
 
     def measured(self, scenario: str) -> Found:
         stock_order, order = ORDERS[scenario]
         trace = self._out / f"trace-{scenario}-{int(time.time())}"
-        at_once = all_at_once(DEEPSEEK_R1, self._options.requests, 10_000, CONTEXT_TOKENS, SCALE)
         with Arms(self._settings, self._out / "logs") as arms:
             arms.start(self.arm(STOCK, stock_order, None), self.arm(RECOMPUTE, order, RECOMPUTE, trace))
             arms.serve(STOCK, self.workload("one", 20_000, 1e6), -1)
-            run = arms.serve(STOCK, at_once, -1)
-            capacity = middle_rate([e2e_s(run, number) for number in range(len(run.tokens))])
-            rate = capacity * (self._options.load if scenario == "one" else 1.0)
-            arms.serve(RECOMPUTE, self.workload(scenario, 10_001, rate), -1)
+            load = self._options.load if scenario == "one" else 1.0
+            capacities = tuple(self._capacity(arms, seed) for seed in range(self._options.seeds))
+            arms.serve(RECOMPUTE, self.workload(scenario, 10_001, load * fmean(capacities)), -1)
         won = log_headroom([read(trace)])
-        found = Found(scenario, won.price_ratio, won.sentence(), capacity, rate, self._options.blocks)
+        found = Found(scenario, won.price_ratio, won.sentence(), capacities, load, self._options.blocks)
         print(
-            f"{scenario}: {self._options.requests} requests, {found.blocks} blocks of {BLOCK_SIZE}, capacity "
-            f"{capacity:.2f}/s, {self.arrivals(scenario, rate)}, host memory {HOST_GIB:g} GiB, p / d "
+            f"{scenario}: {self._options.requests} requests, {found.blocks} blocks of {BLOCK_SIZE}, capacity by seed "
+            f"{', '.join(f'{rate:.2f}' for rate in capacities)}/s, {self.arrivals(scenario, load)}, host memory "
+            f"{HOST_GIB:g} GiB, p / d "
             f"{found.price_ratio}; {found.sentence}",
             flush=True,
         )
@@ -245,7 +251,7 @@ class Bench:
             for name in arms.names:
                 arms.serve(name, all_at_once(DEEPSEEK_R1, WARM_UP_REQUESTS, 20_000, CONTEXT_TOKENS, SCALE), -1)
             for seed in range(self._options.seeds):
-                work = self.workload(found.scenario, seed, found.rate_per_s)
+                work = self.workload(found.scenario, seed, found.load * found.capacities_per_s[seed])
                 runs = {name: arms.serve(name, work, start) for name in rng.sample(arms.names, len(arms.names))}
                 for name, run in runs.items():
                     found.runs.append((start, name, run))
@@ -300,8 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missed += found.missed()
         written[scenario] = {
             "price_ratio": found.price_ratio,
-            "capacity_per_s": found.capacity_per_s,
-            "rate_per_s": found.rate_per_s,
+            "capacities_per_s": found.capacities_per_s,
+            "load": found.load,
             "tokens": found.comparison.tokens,
             "ratios": {
                 f"{name}: {figure}": found.ratio(figure, name).to_dict()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from kvpolicy_vllm.bench.engine_process import environment
-from kvpolicy_vllm.plugin.copiers.staging import host_arena
+from kvpolicy_vllm.plugin.copiers.arena import host_arena
 
 LOCKED_BYTES = 1 << 20
 
