@@ -28,7 +28,7 @@ from kvpolicy.cost import FittedModel
 from kvpolicy.datasets.examples import log_miss
 from kvpolicy.datasets.logs import Record, records_of
 from kvpolicy.events import KINDS
-from kvpolicy.features import Features, surviving_blocks
+from kvpolicy.features import Features, surviving
 from kvpolicy.simulator import Builtin, MemorySink
 from kvpolicy.study.report import aligned
 from kvpolicy.trace import Trace, from_rows, with_core
@@ -79,7 +79,7 @@ def log(seed: int, requests: int, blocks: int, noise: float) -> Trace:
 def as_expected(trace: Trace) -> Trace:
     """The log as if exactly what was expected at each decision had survived; at the same costs."""
     expected = {
-        row["preemption_id"]: surviving_blocks(row["hit_blocks"], row["shared_blocks"]) * row["block_size"]
+        row["preemption_id"]: surviving(row["hit_blocks"], row["shared_blocks"]) * row["block_size"]
         for row in trace.rows("decisions")
     }
     return changed(trace, lambda row: {"local_hit_tokens": round(expected[row["preemption_id"]])})

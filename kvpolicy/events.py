@@ -35,6 +35,9 @@ class Preemption:
     """A situation: what is known when a request is about to lose its KV blocks.
 
     Block counts and bytes are those of one rank. ``block_bytes`` is the size of one block over all layers of that rank.
+    A victim's blocks are counted over all of its block tables, of which a model has several where its layers keep
+    different parts of what a request computed. Tokens do not follow from blocks there: ``hashed_tokens`` and
+    ``hit_tokens`` say them. With one block table both are None, and every full block has ``block_size`` tokens.
     """
 
     time_s: float
@@ -44,15 +47,17 @@ class Preemption:
     prompt_tokens: int
     output_tokens: int
     block_size: int
-    """Tokens per KV block."""
+    """Tokens per KV block; of several block tables, in the smallest ones."""
     block_bytes: int
     segment_bytes: int
     """Contiguous bytes of one block in device memory, which a single copy moves."""
     held_blocks: int
+    """Blocks that a copy of the request needs."""
     shared_blocks: int
     """Held blocks that other requests hold too; they survive the preemption."""
     hashed_blocks: int
-    """Held blocks in the prefix cache; they may survive until they are needed."""
+    """Held blocks in the prefix cache; they may survive until they are needed. Of several block tables, the held blocks
+    that need not be loaded if ``hashed_tokens`` are found."""
     hit_blocks: float
     """Held blocks expected to be found on the device at resume, including those that other requests hold."""
     save_blocks: float
@@ -80,6 +85,17 @@ class Preemption:
     absence_tokens: float | None = None
     """Tokens expected to be written to the device until the request has blocks again, learned by cause; None where
     nothing is expected, as after a reset, in a profile and in older traces. ``hit_blocks`` follows from it."""
+    hashed_tokens: int | None = None
+    """Tokens for which each of several block tables has, at the preemption, what the request needs; None with one block
+    table, and in older traces, in which ``hashed_blocks`` and ``hit_blocks`` of several tables are these tokens and
+    ``hit_tokens``, divided by ``block_size``."""
+    hit_tokens: float | None = None
+    """Tokens expected to be found on the device at resume; None as ``hashed_tokens``."""
+
+    @property
+    def cached_tokens(self) -> float:
+        """Tokens expected to be found on the device at resume, but for those in shared blocks."""
+        return self.hit_blocks * self.block_size if self.hit_tokens is None else self.hit_tokens
 
     @property
     def copy_bytes(self) -> int:

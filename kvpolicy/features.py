@@ -87,7 +87,7 @@ def features_of(situation: Preemption, option: Option) -> Features:
     known = situation
     if option.kind == "recompute":
         row = recompute_row(
-            known.computed_tokens, known.shared_blocks, known.hit_blocks, known.block_size, known.running_requests,
+            known.computed_tokens, known.cached_tokens, known.shared_blocks, known.block_size, known.running_requests,
             known.batch_tokens, known.free_blocks, known.waiting_requests,
         )  # fmt: skip
     else:
@@ -104,28 +104,34 @@ def features_of(situation: Preemption, option: Option) -> Features:
 def with_hits(situation: Preemption, hit_tokens: int) -> Preemption:
     """The situation with the tokens that were found on the device at resume, in place of what was expected.
 
-    A cost is the cost of what was really lost: laws are fitted to it. Predictions know only what is expected.
+    A cost is the cost of what was really lost: laws are fitted to it. Predictions know only what is expected. Of
+    several block tables nearly every victim finds all that was findable, or nothing; for one that finds a part of the
+    tokens, the same part of the blocks is taken.
     """
     hit_blocks = hit_tokens / situation.block_size
-    return replace(situation, hit_blocks=hit_blocks, shared_blocks=min(situation.shared_blocks, int(hit_blocks)))
+    if situation.hashed_tokens is None:
+        return replace(situation, hit_blocks=hit_blocks, shared_blocks=min(situation.shared_blocks, int(hit_blocks)))
+    share = min(1.0, hit_tokens / situation.hashed_tokens) if situation.hashed_tokens else 0.0
+    return replace(situation, hit_blocks=share * situation.hashed_blocks, hit_tokens=float(hit_tokens))
 
 
 # ---- arithmetic that can be compiled: functions of numbers; explicit comparisons, because they decide on NaN ----
 
 
-def surviving_blocks(hit_blocks: float, shared_blocks: float) -> float:
-    """Blocks that survive on the device: the hits, and never fewer than the shared ones; NaN where either is NaN."""
-    if hit_blocks > shared_blocks:
-        return hit_blocks
-    if shared_blocks >= hit_blocks:
-        return shared_blocks
+def surviving(hits: float, shared: float) -> float:
+    """Blocks, or tokens, that survive on the device: the hits, and never fewer than the shared ones; NaN where either
+    is NaN."""
+    if hits > shared:
+        return hits
+    if shared >= hits:
+        return shared
     return nan
 
 
 def recompute_row(
     computed_tokens: float,
+    cached_tokens: float,
     shared_blocks: float,
-    hit_blocks: float,
     block_size: float,
     running_requests: float,
     batch_tokens: float,
@@ -133,7 +139,7 @@ def recompute_row(
     waiting_requests: float,
 ) -> Row:
     """The features of a recompute."""
-    cached = surviving_blocks(hit_blocks, shared_blocks) * block_size
+    cached = surviving(cached_tokens, shared_blocks * block_size)
     if cached > computed_tokens:
         cached = computed_tokens
     pairs = (computed_tokens * (computed_tokens + 1) - cached * (cached + 1)) / 2
@@ -165,7 +171,7 @@ def swap_row(
     pieces = block_bytes // piece
     if pieces < 1:
         pieces = 1
-    loaded_blocks = held_blocks - surviving_blocks(hit_blocks, shared_blocks)
+    loaded_blocks = held_blocks - surviving(hit_blocks, shared_blocks)
     if loaded_blocks < 0:
         loaded_blocks = 0
     return (
@@ -189,9 +195,10 @@ def usable(row: Sequence[float]) -> bool:
 COLUMNS = (
     "computed_tokens", "shared_blocks", "hit_blocks", "save_blocks", "held_blocks", "block_size", "block_bytes",
     "segment_bytes", "queued_save_bytes", "queued_load_bytes", "running_requests", "batch_tokens", "free_blocks",
-    "waiting_requests",
+    "waiting_requests", "hit_tokens",
 )  # fmt: skip
-"""Fields of a :class:`~kvpolicy.events.Preemption` that features are computed from."""
+"""Fields of a :class:`~kvpolicy.events.Preemption` that features are computed from; ``hit_tokens`` is NaN where it is
+None."""
 _OF_COPIES = (
     "save_bytes", "load_bytes", "save_segments", "load_segments", "segment_bytes", "queued_save_bytes",
     "queued_load_bytes",
@@ -208,7 +215,10 @@ def feature_columns(columns: Mapping[str, Floats], kind: Kind) -> dict[str, Floa
     surroundings = {name: columns[name] for name in _SURROUNDINGS}
     survives = np.maximum(columns["hit_blocks"], columns["shared_blocks"])
     if kind == "recompute":
-        cached = np.minimum(survives * columns["block_size"], columns["computed_tokens"])
+        hit_tokens = columns["hit_tokens"]
+        of_tables = np.maximum(hit_tokens, columns["shared_blocks"] * columns["block_size"])
+        cached = np.where(np.isnan(hit_tokens), survives * columns["block_size"], of_tables)
+        cached = np.minimum(cached, columns["computed_tokens"])
         lost = {
             "recomputed_tokens": columns["computed_tokens"] - cached,
             "recomputed_pairs": causal_pairs(cached, columns["computed_tokens"]),

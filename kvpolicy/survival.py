@@ -99,6 +99,11 @@ class Survival:
         lost_tokens = mean * (exp(-first_tokens / mean) - exp(-all_tokens / mean))
         return max(float(shared_blocks), hashed_blocks - lost_tokens / block_size)
 
+    def hit_tokens(self, hashed_tokens: int, cause: Cause) -> float | None:
+        """Tokens expected to be found on the device at resume, where they do not follow from blocks; None where each
+        block is ``block_size`` of them. Pure."""
+        return None
+
     def absence_tokens(self, cause: Cause) -> float | None:
         """Tokens expected to be written until a request preempted for this cause has blocks again; None after a reset,
         when nothing is expected. Pure."""
@@ -168,23 +173,28 @@ class AllOrNothing(Survival):
     """What survives where a request has several block tables, as with windows and states.
 
     It finds tokens again only where every table has what they need. At its preemption an engine knows for how many
-    tokens that is so: none once a request has written more than a window or a block of states, the prompt's last
-    boundary before that. One block less, and nothing is found. So ``hashed_blocks``, the blocks of these tokens, are
-    expected times the share of recent victims that found all of theirs.
+    tokens that is so (``hashed_tokens``): none once a request has written more than a window or a block of states, the
+    prompt's last boundary before that. One block less, and nothing is found. So these tokens, and ``hashed_blocks``,
+    the blocks that need not be loaded then, are expected times the share of recent victims that found all of theirs.
     """
 
     shares: dict[Cause, Share] = field(
         default_factory=lambda: {"memory": Share(), "forced": Share(), "displaced": Share()}
     )
+    _findable: dict[str, tuple[Cause, int]] = field(default_factory=dict)
+    """By preemption: its cause, and the tokens that were findable at it."""
+
+    def share(self, cause: Cause) -> float:
+        """Share of the victims that are expected to find all that was findable."""
+        return 0.0 if cause == "reset" else self.shares[cause].value
 
     def hit_blocks(
         self, held_blocks: int, shared_blocks: int, hashed_blocks: int, free_blocks: int, block_size: int, cause: Cause
     ) -> float:
-        """See :class:`Survival`; never more than the held blocks, which a window has fewer of than its request has
-        tokens."""
-        if cause == "reset":
-            return 0.0
-        return min(float(held_blocks), hashed_blocks * self.shares[cause].value)
+        return hashed_blocks * self.share(cause)
+
+    def hit_tokens(self, hashed_tokens: int, cause: Cause) -> float:
+        return hashed_tokens * self.share(cause)
 
     def absence_tokens(self, cause: Cause) -> float | None:
         """None: how long victims are gone is not learned."""
@@ -192,14 +202,17 @@ class AllOrNothing(Survival):
 
     def preempted(self, preemption_id: str, situation: Preemption) -> None:
         """A request was preempted. One that could find nothing teaches nothing."""
-        if situation.cause != "reset" and situation.hashed_blocks > 0:
-            size, hashed = situation.block_size, situation.hashed_blocks
-            self._at_risk[preemption_id] = AtRisk(situation.cause, size, hashed, 0, 0)
+        if situation.cause != "reset" and situation.hashed_tokens:
+            self._findable[preemption_id] = situation.cause, situation.hashed_tokens
 
-    def _learn(self, preemption_id: str, hit_tokens: int) -> None:
-        risk = self._at_risk.pop(preemption_id, None)
-        if risk is not None:
-            self.shares[risk.cause].add(hit_tokens >= risk.hashed_blocks * risk.block_size)
+    def closed(self, preemption_id: str, hit_tokens: int | None) -> None:
+        findable = self._findable.pop(preemption_id, None)
+        if findable is not None and hit_tokens is not None:
+            cause, tokens = findable
+            self.shares[cause].add(hit_tokens >= tokens)
+
+    def forget(self) -> None:
+        self._findable.clear()
 
 
 def _span(

@@ -19,7 +19,7 @@ class Priced(PricedPolicy[NoState]):
     block_s: float = 5e-4
 
     def costs(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[Cost, ...]:
-        lost = situation.computed_tokens - situation.hit_blocks * situation.block_size
+        lost = situation.computed_tokens - situation.cached_tokens
         recompute_s = max(0.0, lost) * self.token_s
         swap_s = 2 * situation.save_blocks * self.block_s
         by_kind = {

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "kvpolicy_vllm.bench.inspect_model": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.measured_window": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.pressure": ["vllm/test_run_characterize.py"],
+    "kvpolicy_vllm.bench.weightless": ["vllm/test_check.py"],
     "kvpolicy_vllm.check.lay_out": ["vllm/test_check.py"],
     "kvpolicy_vllm.connector": ["test_launch.py"],
     "kvpolicy_vllm.integration": ["test_integrations.py"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from math import exp
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -203,23 +204,40 @@ def test_of_several_tables_the_share_that_found_all_is_learned_by_cause() -> Non
     survival = AllOrNothing()
     for number in range(600):
         name = str(number)
-        survival.preempted(name, victim(20))
-        survival.preempted(f"{name} past its window", victim(0))
+        survival.preempted(name, of_tables(20))
+        survival.preempted(f"{name} past its window", of_tables(0))
         survival.closed(name, SIZE * (20 if number % 3 == 0 else 19))
         survival.closed(f"{name} past its window", 0)
-    assert expected(survival, victim(12)) == pytest.approx(12 / 3, rel=0.05)
-    assert expected(survival, victim(12, cause="forced")) == expected(survival, victim(12, cause="reset")) == 0.0
-    few_held = replace(victim(60), held_blocks=5)  # a window has fewer blocks than its request has tokens
-    assert expected(survival, few_held) == 5.0
+    assert expected(survival, of_tables(12)) == pytest.approx(2 * 12 / 3, rel=0.05)
+    assert survival.hit_tokens(12 * SIZE, "memory") == pytest.approx(12 * SIZE / 3, rel=0.05)
+    assert expected(survival, of_tables(12, cause="forced")) == expected(survival, of_tables(12, cause="reset")) == 0.0
+    assert survival.hit_tokens(12 * SIZE, "reset") == 0.0
+
+
+def test_of_a_window_tokens_are_found_that_no_block_of_it_holds() -> None:
+    """A boundary before the window: nothing of the window need not be loaded, and still fewer tokens are computed."""
+    survival = AllOrNothing()
+    before = replace(of_tables(20), hashed_blocks=0)
+    for number in range(600):
+        survival.preempted(str(number), before)
+        survival.closed(str(number), 20 * SIZE)
+    assert expected(survival, before) == 0.0
+    assert survival.hit_tokens(20 * SIZE, "memory") == pytest.approx(20 * SIZE, rel=0.05)
+    assert Survival().hit_tokens(20 * SIZE, "memory") is None
+
+
+def of_tables(blocks: int, **more: Any) -> Preemption:
+    """A victim that could find tokens of so many blocks in each of two tables."""
+    return victim(2 * blocks, hashed_tokens=blocks * SIZE, hit_tokens=0.0, **more)
 
 
 def test_of_several_tables_what_is_not_known_teaches_nothing() -> None:
     survival = AllOrNothing()
     for name, hit_tokens in (("failed load", None), ("reset", 20 * SIZE)):
-        survival.preempted(name, victim(20, cause="reset" if name == "reset" else "memory"))
+        survival.preempted(name, of_tables(20, cause="reset" if name == "reset" else "memory"))
         survival.admitted(name)
         survival.closed(name, hit_tokens)
-    survival.preempted("emptied", victim(20))
+    survival.preempted("emptied", of_tables(20))
     survival.forget()
     survival.closed("emptied", 20 * SIZE)
     assert all(share.found == 0.0 and share.seen == PRIOR_WEIGHT for share in survival.shares.values())

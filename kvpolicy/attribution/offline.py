@@ -221,11 +221,15 @@ def _with_request_record(decisions: pa.Table, requests: pa.Table) -> pa.Array:
 def _save_missing(outcomes: pa.Table, decisions: pa.Table, transfers: pa.Table) -> Flags:
     """Whether each outcome was swapped, lost a block that has to be saved at once, and has no recorded save.
 
-    Hashed blocks may all survive on the device, or be saved with another preemption's.
+    Hashed blocks may all survive on the device, or be saved with another preemption's. Those of several block tables,
+    of which ``hashed_tokens`` says something, are all saved at once.
     """
     ids = outcomes["preemption_id"].combine_chunks()
     swaps = decisions.filter(pc.equal(decisions["executed"], "swap"))["preemption_id"].combine_chunks()
-    survivors = decisions.filter(pc.equal(decisions["hashed_blocks"], decisions["held_blocks"]))
+    stays = pc.and_(
+        pc.equal(decisions["hashed_blocks"], decisions["held_blocks"]), pc.is_null(decisions["hashed_tokens"])
+    )
+    survivors = decisions.filter(stays)
     swapped = (_index_in(ids, swaps) >= 0) | (_ints(outcomes, "loaded_tokens") > 0)
     unhashed = _index_in(ids, survivors["preemption_id"].combine_chunks()) < 0
     unsaved = _index_in(ids, _with_transfer(transfers, "save")) < 0

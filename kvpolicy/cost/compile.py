@@ -40,7 +40,7 @@ from kvpolicy.events import Cost, Option, Preemption, fast_constructor
 from kvpolicy.regression import conformal
 
 PARTS: tuple[Callable[..., Any], ...] = (
-    features.surviving_blocks, features.recompute_row, features.swap_row, features.usable, laws.recompute_seconds,
+    features.surviving, features.recompute_row, features.swap_row, features.usable, laws.recompute_seconds,
     laws.swap_seconds, laws.linear_seconds, laws.linear_parts, conformal.distance_beyond, conformal.grown,
     kernel.law_parts, kernel.clip_to_range, kernel.distance_outside, kernel.table_value,
     kernel.forest_value, kernel.price, kernel.bin_at, kernel.margin_at, kernel.times_exp, kernel.option_cost,
@@ -50,7 +50,7 @@ PARTS: tuple[Callable[..., Any], ...] = (
 
 _OPTION = (*["float64"] * 7, "boolean", "float64")
 _PAIR = ("boolean", "float64", "float64", *_OPTION, *_OPTION)
-SIGNATURE = f"Tuple(({', '.join(_PAIR)}))(int64[::1], float64[::1], {', '.join(['float64'] * 14)})"
+SIGNATURE = f"Tuple(({', '.join(_PAIR)}))(int64[::1], float64[::1], {', '.join(['float64'] * 15)})"
 
 UNREADABLE = (
     OSError, RuntimeError, EOFError, ValueError, AttributeError, ImportError, IndexError, pickle.UnpicklingError,
@@ -76,11 +76,43 @@ def _compile_pair(cached: bool) -> Callable[..., Pair]:
     plain_pair = register_jitable(kernel.pair)
 
     def pair(  # type: ignore[no-untyped-def]
-        n, c, computed, shared, hit, saved, held, size, block, segment, saves, loads, running, batch, free, waiting
+        n,
+        c,
+        computed,
+        cached_tokens,
+        shared,
+        hit,
+        saved,
+        held,
+        size,
+        block,
+        segment,
+        saves,
+        loads,
+        running,
+        batch,
+        free,
+        waiting,
     ):
         assert stamp
         return plain_pair(
-            n, c, computed, shared, hit, saved, held, size, block, segment, saves, loads, running, batch, free, waiting
+            n,
+            c,
+            computed,
+            cached_tokens,
+            shared,
+            hit,
+            saved,
+            held,
+            size,
+            block,
+            segment,
+            saves,
+            loads,
+            running,
+            batch,
+            free,
+            waiting,
         )
 
     compiled: Callable[..., Pair] = numba.njit(SIGNATURE, cache=cached)(pair)
@@ -228,10 +260,10 @@ def predictor(packed: Packed, forests: Sequence[Nodes | None], with_delay: bool)
             recompute_low, recompute_high, recompute_outside, recompute_delay, swap_s, swap_1, swap_2, swap_3,
             swap_stall, swap_low, swap_high, swap_outside, swap_delay,
         ) = pair(
-            n, c, situation.computed_tokens, situation.shared_blocks, situation.hit_blocks, situation.save_blocks,
-            situation.held_blocks, situation.block_size, situation.block_bytes, situation.segment_bytes,
-            situation.queued_save_bytes, situation.queued_load_bytes, situation.running_requests,
-            situation.batch_tokens, situation.free_blocks, situation.waiting_requests,
+            n, c, situation.computed_tokens, situation.cached_tokens, situation.shared_blocks, situation.hit_blocks,
+            situation.save_blocks, situation.held_blocks, situation.block_size, situation.block_bytes,
+            situation.segment_bytes, situation.queued_save_bytes, situation.queued_load_bytes,
+            situation.running_requests, situation.batch_tokens, situation.free_blocks, situation.waiting_requests,
         )  # fmt: skip
         if not usable:
             return None

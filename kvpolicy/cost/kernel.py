@@ -259,6 +259,7 @@ def pair(
     n: Sequence[int],
     c: MutableSequence[float],
     computed_tokens: float,
+    cached_tokens: float,
     shared_blocks: float,
     hit_blocks: float,
     save_blocks: float,
@@ -280,7 +281,7 @@ def pair(
     fill_row(
         row,
         recompute_row(
-            computed_tokens, shared_blocks, hit_blocks, block_size, running_requests, batch_tokens, free_blocks,
+            computed_tokens, cached_tokens, shared_blocks, block_size, running_requests, batch_tokens, free_blocks,
             waiting_requests,
         ),
     )  # fmt: skip

@@ -129,6 +129,11 @@ class Provenance:
             return geometry.layers
         return max(1, round(self.kv_bytes_per_token / geometry.layer_kv_bytes_per_token))
 
+    @property
+    def one_table(self) -> bool:
+        """Whether a request has one block table with every token's block."""
+        return self.geometry.one_table(self.block_layers)
+
     def held_blocks(self, tokens: int, block_size: int) -> int:
         """Blocks that a copy of a request of ``tokens`` tokens needs."""
         return self.geometry.held_blocks(tokens, block_size, self.block_layers)

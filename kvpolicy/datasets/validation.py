@@ -34,9 +34,9 @@ COUNTS = (
     "computed_tokens", "prompt_tokens", "output_tokens", "block_size", "block_bytes", "segment_bytes", "held_blocks",
     "shared_blocks", "hashed_blocks", "hit_blocks", "save_blocks", "device_blocks", "free_blocks", "short_blocks",
     "host_blocks", "free_host_blocks", "running_requests", "waiting_requests", "batch_tokens", "queued_save_bytes",
-    "queued_load_bytes", "earlier_preemptions",
+    "queued_load_bytes", "earlier_preemptions", "hashed_tokens", "hit_tokens",
 )  # fmt: skip
-"""Fields of a situation that are never below 0."""
+"""Fields of a situation that are never below 0; some may be empty."""
 
 SIZES = ("computed_tokens", "held_blocks", "block_size", "block_bytes", "segment_bytes")
 """Fields of a measured situation that are above 0."""
@@ -110,7 +110,7 @@ def refuse_negative_hits(folder: str, number: int, row: Row) -> None:
 def refuse_situation(folder: str, number: int, row: Row) -> None:
     """Raises TraceError for a row of ``decisions`` that is no valid situation."""
     for name in COUNTS:
-        if row[name] < 0:
+        if row[name] is not None and row[name] < 0:
             raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]:g}, should be 0 or above")
     if row["state_id"] is not None and (row["arm"] not in KINDS or row["repeat"] is None):
         raise TraceError(

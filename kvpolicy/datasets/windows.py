@@ -134,7 +134,7 @@ def _refuse_rows(folder: str, decisions: pa.Table, in_state: Flags, counted: Fla
     has_arm = _flags(pc.is_in(decisions["arm"], value_set=pa.array(KINDS))) & _flags(pc.is_valid(decisions["repeat"]))
     bad = in_state & ~has_arm
     for name in COUNTS:
-        bad |= wholes(decisions, name) < 0
+        bad |= reals(decisions, name) < 0
     for name in SIZES:
         bad |= counted & (wholes(decisions, name) <= 0)
 

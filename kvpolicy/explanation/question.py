@@ -87,6 +87,9 @@ def resolve(model: FittedModel, question: Question) -> ResolvedQuestion:
         queued_save_bytes=question.queued_save, queued_load_bytes=question.queued_load,
         earlier_preemptions=0, priority=0, cause="memory",
     )  # fmt: skip
+    if not model.provenance.one_table:
+        # The same share of the tokens as of the blocks survives: which blocks do is not asked.
+        situation = replace(situation, hashed_tokens=0, hit_tokens=tokens * hit / held)
     return ResolvedQuestion(situation, tuple(assumed))
 
 
@@ -100,9 +103,12 @@ def with_length(situation: Preemption, tokens: int, place: Provenance | None = N
     survive = max(0.0, situation.hit_blocks - shared_before)
     if survive:
         survive = (held - shared) * survive / (held_before - shared_before)
+    hit_tokens = situation.hit_tokens
+    if hit_tokens:
+        hit_tokens = tokens * hit_tokens / situation.computed_tokens
     return replace(
         situation, computed_tokens=tokens, prompt_tokens=tokens, held_blocks=held, shared_blocks=shared,
-        hit_blocks=shared + survive, save_blocks=held * situation.save_blocks / held_before,
+        hit_blocks=shared + survive, save_blocks=held * situation.save_blocks / held_before, hit_tokens=hit_tokens,
     )  # fmt: skip
 
 

@@ -136,6 +136,13 @@ class Geometry:
         size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
         return sum(-(-count // size) for count in counts)
 
+    def one_table(self, block_layers: int) -> bool:
+        """Whether a request has one block table with every token's block, in which windows are stored whole.
+
+        ``block_layers``: layers whose pages a block holds.
+        """
+        return bool(self.full_layers) and not self.state_layers and block_layers >= self.attention_layers
+
     def held_blocks(self, tokens: int, block_size: int, block_layers: int) -> int:
         """Blocks without which a request cannot go on after ``tokens`` tokens, over all of its block tables.
 
@@ -143,8 +150,8 @@ class Geometry:
         layers. Of a window, what the next token attends to is needed; of a state, one block.
         """
         blocks = -(-tokens // block_size)
-        if self.full_layers and not self.state_layers and block_layers >= self.attention_layers:
-            return blocks  # one table, in which windows are stored whole
+        if self.one_table(block_layers):
+            return blocks
         windowed = blocks - max(0, tokens - self.window_tokens + 1) // block_size
         held = (self.full_layers, blocks), (self.window_layers, windowed), (self.state_layers, 1)
         return sum(-(-layers // block_layers) * count for layers, count in held)

@@ -63,15 +63,17 @@ def at_resume(
     running_requests: int,
     queued_save_bytes: int,
     queued_load_bytes: int,
+    load_blocks: int | None = None,
 ) -> Preemption:
     """The situation when a swapped request is about to come back, made from that at its preemption.
 
     ``total_tokens``: those that it has if all is loaded, of which ``hit_tokens`` are on the device; the others are in
-    host memory. The batch is taken to have grown with the number of its requests.
+    host memory. The batch is taken to have grown with the number of its requests. ``load_blocks``: blocks that a load
+    brings, over several block tables; None where they follow from the tokens.
     """
     size = situation.block_size
     held_blocks = situation.held_blocks if total_tokens == situation.computed_tokens else -(-total_tokens // size)
-    hit_blocks = min(hit_tokens // size, held_blocks)  # a window holds fewer blocks than its request has tokens for
+    hit_blocks = min(hit_tokens // size, held_blocks) if load_blocks is None else held_blocks - load_blocks
     batch_tokens = situation.batch_tokens * running_requests // max(1, situation.running_requests)
     return replace(
         situation,
@@ -88,6 +90,8 @@ def at_resume(
         queued_save_bytes=queued_save_bytes,
         queued_load_bytes=queued_load_bytes,
         absence_tokens=0.0,
+        hashed_tokens=None if load_blocks is None else hit_tokens,
+        hit_tokens=None if load_blocks is None else float(hit_tokens),
     )
 
 

@@ -22,7 +22,8 @@ def _columns(*, optional: Sequence[str] = (), **types: pa.DataType) -> pa.Schema
 
 
 _SITUATION: dict[str, pa.DataType] = {
-    f.name: {"float": _REAL, "float | None": _REAL, "int": _INT}.get(str(f.type), _TEXT) for f in fields(Preemption)
+    f.name: {"float": _REAL, "float | None": _REAL, "int": _INT, "int | None": _INT}.get(str(f.type), _TEXT)
+    for f in fields(Preemption)
 }
 _OPTION = pa.struct([("kind", _TEXT), ("load_tokens", _INT), ("tier", _TEXT), ("synchronous", _FLAG)])
 _COST = pa.struct(
@@ -36,7 +37,7 @@ LATER_COLUMNS = {"decisions": {"hit_blocks": "shared_blocks", "save_blocks": "he
 what it would have held when it was recorded. A table that lacks only some of them is damaged."""
 ABSENT_COLUMNS = {"requests": ("class", "priority", "ttft_deadline_s", "tpot_deadline_s")}
 """Columns that a table may lack, as in older traces. They are not filled in, so that such a trace keeps its digest."""
-EMPTY_COLUMNS = {"decisions": ("absence_tokens",)}
+EMPTY_COLUMNS = {"decisions": ("absence_tokens", "hashed_tokens", "hit_tokens")}
 """Columns that older traces of the same schema version lack, by table; they are read as empty. A trace in which one is
 empty throughout has the digest that it would have without it."""
 _REPEATED = pa.struct(

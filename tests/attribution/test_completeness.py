@@ -56,11 +56,11 @@ def request(name: str, arrival_s: float, last_token_s: float) -> Row:
     }  # fmt: skip
 
 
-def decision(preemption_id: str, name: str, executed: Any = "recompute") -> Row:
+def decision(preemption_id: str, name: str, executed: Any = "recompute", **of_situation: Any) -> Row:
     options = (Option("recompute"), Option("swap", 500, "host"))
     chosen = Decision(options, (0.5, 0.5), int(executed == "swap"), (), "pinned", "{}", executed)
     return traces.decision_row(
-        situation(), chosen, preemption_id=preemption_id, decision_id=f"{preemption_id}-0", request=name,
+        situation(**of_situation), chosen, preemption_id=preemption_id, decision_id=f"{preemption_id}-0", request=name,
         generation=0, step=BEFORE, overflow_id="o",
     )  # fmt: skip
 
@@ -145,6 +145,12 @@ def test_a_swap_without_its_save_has_no_cost() -> None:
     assert cost_with(end, [decision("p", "v")], []) is not None
     assert cost_with(end | {"loaded_tokens": 64}, [], [saved, loaded]) is not None
     assert cost_with(end | {"loaded_tokens": 64}, [], [loaded]) is None
+    # Of one table, hashed blocks may all have stayed on the device; those of several are saved at once.
+    all_hashed = {"held_blocks": 16, "hashed_blocks": 16}
+    assert cost_with(end, [decision("p", "v", "swap", **all_hashed)], []) is not None
+    of_tables = decision("p", "v", "swap", **all_hashed, hashed_tokens=256, hit_tokens=0.0)
+    assert cost_with(end, [of_tables], []) is None
+    assert cost_with(end, [of_tables], [saved]) is not None
 
 
 def test_stored_costs_stay_and_only_empty_ones_are_filled() -> None:

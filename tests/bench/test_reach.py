@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,9 @@ def test_the_papers_requests_and_ours_by_hand() -> None:
     assert [ours.blocks_at(level) for level in (10, 12, 60)] == [33, 39, 193]
     assert "lengths 0.125 of the paper's 32 x 1500 in / 1024 out" in ours.scaling()
     assert load_of(1 / 8, requests=4).blocks_at(10) == 12, "one request always fits"
+    tables = replace(ours, held_blocks=15, max_held_blocks=22)
+    assert (tables.all_blocks, tables.blocks_at(60)) == (32 * 15 + 1, round(0.6 * 32 * 15) + 1)
+    assert tables.blocks_at(1) == 22 + 2, "also while it holds most"
 
 
 def test_time_left_by_what_was_expected_and_what_it_took() -> None:

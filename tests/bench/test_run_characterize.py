@@ -10,9 +10,11 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli import main
+from kvpolicy.fields import WrongValue
 from kvpolicy.overflow import FIGURES, SEQUENCE_LENGTH
 from kvpolicy.trace import Trace
 from kvpolicy_vllm.bench.budget import Budget
+from kvpolicy_vllm.bench.own_server import OwnServer
 from kvpolicy_vllm.bench.profile_parts import Rig
 from kvpolicy_vllm.bench.reach import QUICK, steps_of
 from kvpolicy_vllm.bench.run_characterize import Study, finished_parts
@@ -45,11 +47,20 @@ def test_an_interrupt_names_what_is_kept_and_exits_with_130(
     assert "interrupted: 1 parts are measured and kept in" in err and "the same command again" in err
 
 
+def test_a_model_with_states_is_refused_and_said_why(tmp_path: Path) -> None:
+    server = OwnServer("org/name", (), 528, 2048, 8, 4096, False, 4096, 4, keeps_states=True)
+    study = Study(tmp_path, {}, {}, 0, FIGURES)
+    rig = Rig(tmp_path, QUICK.learning, None, 0, False, server)
+    with pytest.raises(WrongValue, match="whose layers keep states: vLLM makes its blocks as large as a state"):
+        study.measure(rig, QUICK, tmp_path, lambda *told: None, Budget.of(None, lambda: 0.0))
+
+
 def test_no_part_is_begun_after_the_time_is_over(tmp_path: Path) -> None:
     """An engine would be asked for by then; the parts that are left are named."""
     names = [name for step in steps_of(QUICK, (SEQUENCE_LENGTH,), device=False) for name in step.names]
     study = Study(tmp_path, {}, {names[0]: "core"}, 0, (SEQUENCE_LENGTH,))
     now_s = iter((0.0, *[61.0] * 10))
     budget = Budget.of(1.0, lambda: next(now_s))
+    (tmp_path / "config.json").write_text("{}")
     study.measure(Rig(tmp_path, QUICK.learning, None, 0, False), QUICK, tmp_path, lambda *told: None, budget)
     assert len(names) > 1 and study.not_begun == tuple(names[1:])

@@ -15,4 +15,3 @@ def test_a_job_travels_as_json() -> None:
     runs = tuple(runs_of(QUICK, TIMELINE, 0, seed=0))
     job = ServedJob({"model": "m"}, QUICK.load, {arm: arm for arm in ARMS}, runs, 3)
     assert ServedJob.from_dict(job.to_dict()) == job
-    assert job.blocks_at(100) == QUICK.load.all_blocks

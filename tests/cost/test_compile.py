@@ -34,10 +34,11 @@ NUMBERS = [field.name for field in fields(Cost)]
 
 
 situations = st.builds(
-    lambda tokens, size, running, batch, free, waiting, queued, shared, hit, saved, segment: situation(
+    lambda tokens, size, running, batch, free, waiting, queued, shared, hit, found, saved, segment: situation(
         tokens, size, running, batch_tokens=batch, free_blocks=free, waiting_requests=waiting,
         queued_save_bytes=queued, queued_load_bytes=queued // 3, shared_blocks=min(shared, -(-tokens // size)),
-        hit_blocks=hit * -(-tokens // size), save_blocks=saved * -(-tokens // size), segment_bytes=segment,
+        hit_blocks=hit * -(-tokens // size), hit_tokens=None if found is None else found * tokens,
+        save_blocks=saved * -(-tokens // size), segment_bytes=segment,
     ),
     tokens=st.integers(1, 200_000) | st.integers(1, 3000),
     size=st.sampled_from([1, 16, 32, 64, 128]),
@@ -48,6 +49,7 @@ situations = st.builds(
     queued=st.integers(0, 10**9) | st.just(0),
     shared=st.integers(0, 40),
     hit=st.floats(0, 1),
+    found=st.none() | st.floats(0, 1),
     saved=st.floats(0, 1),
     segment=st.sampled_from([0, 1, 512, 4096, 10**7]),
 )  # fmt: skip
@@ -86,7 +88,16 @@ def test_trees_that_are_too_large_for_a_table_are_walked(one: Preemption, seed: 
 
 @pytest.mark.parametrize(
     "name",
-    ["batch_tokens", "computed_tokens", "shared_blocks", "hit_blocks", "save_blocks", "block_bytes", "held_blocks"],
+    [
+        "batch_tokens",
+        "computed_tokens",
+        "shared_blocks",
+        "hit_blocks",
+        "hit_tokens",
+        "save_blocks",
+        "block_bytes",
+        "held_blocks",
+    ],
 )
 @pytest.mark.parametrize("value", [float("nan"), inf, -1e9])
 def test_nan_and_infinity_are_refused_compiled_as_plain(name: str, value: float) -> None:

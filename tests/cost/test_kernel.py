@@ -54,8 +54,8 @@ def test_the_plain_arithmetic_makes_the_same_pair() -> None:
     for tokens in (1, 60, 700, 5000):
         victim = situation(tokens, 32, 3)
         values = (
-            victim.computed_tokens, victim.shared_blocks, victim.hit_blocks, victim.save_blocks, victim.held_blocks,
-            victim.block_size, victim.block_bytes, victim.segment_bytes, victim.queued_save_bytes,
+            victim.computed_tokens, victim.cached_tokens, victim.shared_blocks, victim.hit_blocks, victim.save_blocks,
+            victim.held_blocks, victim.block_size, victim.block_bytes, victim.segment_bytes, victim.queued_save_bytes,
             victim.queued_load_bytes, victim.running_requests, victim.batch_tokens, victim.free_blocks,
             victim.waiting_requests,
         )  # fmt: skip

@@ -22,6 +22,7 @@ def random_situation(rng: random.Random) -> Preemption:
         segment_bytes=rng.choice((0, 1, 4096, 1 << 23)), running_requests=rng.randrange(4),
         queued_save_bytes=rng.randrange(1 << 30), queued_load_bytes=rng.randrange(1 << 30),
         batch_tokens=rng.randrange(9999), free_blocks=rng.randrange(99), waiting_requests=rng.randrange(9),
+        hit_tokens=rng.choice((None, 0.0, 2e3 * rng.random())),
     )  # fmt: skip
 
 

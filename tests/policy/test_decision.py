@@ -94,10 +94,14 @@ class TestAtResume:
         assert at_resume(victim, 100, 0, 7, 5, 0, 0).held_blocks == 7
         assert at_resume(victim, 99, 0, 7, 5, 0, 0).held_blocks == 4
 
-    def test_a_hit_is_of_no_more_blocks_than_a_window_holds(self) -> None:
-        """96 tokens are three blocks, of which the window needs one."""
-        victim = replace(VICTIM, computed_tokens=100, held_blocks=1)
-        assert at_resume(victim, 100, 96, 7, 5, 0, 0).hit_blocks == 1.0
+    def test_what_is_found_of_several_tables_is_counted_in_blocks_and_in_tokens(self) -> None:
+        """96 tokens are three blocks of full attention. Of a window the last of two blocks is needed still, and of a
+        state its only one: two of six are loaded, not three of them."""
+        victim = replace(VICTIM, computed_tokens=100, held_blocks=6, hashed_tokens=96, hit_tokens=0.0)
+        known = at_resume(victim, 100, 96, 7, 5, 0, 0, 2)
+        assert (known.hit_blocks, known.hit_tokens, known.hashed_tokens) == (4.0, 96.0, 96)
+        recompute, swap = (features_of(known, option) for option in feasible_options(known))
+        assert (recompute.recomputed_tokens, swap.load_bytes) == (4, 2 * VICTIM.block_bytes)
 
     @pytest.mark.parametrize("name", ["always-swap", "threshold:101", "random:0.01"])
     def test_what_was_decided_stands(self, name: str) -> None:

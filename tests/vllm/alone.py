@@ -50,6 +50,8 @@ from tests.vllm.setups import KINDS
 
 BLOCK = 16
 MAX_STEPS = 200_000
+COPIED_BLOCK_BYTES = 131072
+"""Of every block, as :class:`Worker` reports it."""
 STEP_TIME = StepTimeModel(1e-4, (1e-6,) * 6, "nothing", 100, HeldOutError(0.0, 0.0, 0.0))
 """Any d0 does where it only matters who is accounted for."""
 
@@ -143,7 +145,7 @@ class Worker:
         from kvpolicy_vllm.plugin.messages import Transfer, Transfers
 
         def done(job: Any, direction: str) -> Transfer:
-            size = len(job.slots) * 131072
+            size = len(job.slots) * COPIED_BLOCK_BYTES
             return Transfer(job.copy_id, direction, True, size, 1, 32768, False, 0, 0.0, 0.0, 0.0)
 
         self.loading += [(self.steps + self.late, job) for job in jobs.loads]

@@ -12,9 +12,9 @@ import logging
 import random
 import sys
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvpolicy import events
 from kvpolicy.attribution.ledger import OpenPreemption
 from kvpolicy_vllm.plugin.learner import Learner
-from kvpolicy_vllm.plugin.observers import Observer
+from kvpolicy_vllm.plugin.observers import Observer, Pending
 from tests.vllm.disturbances import Disturbances, Shares, loaded_and_waiting
 from tests.vllm.models import write_llama
 from tests.vllm.pictures import RefusedByEncoder, drawn_features, limit_encoder
@@ -53,6 +53,10 @@ MAX_GRAMMAR_STEPS = 60
 MAX_EVENTS_PER_REQUEST = 8
 MAX_ACCOUNTS = 6
 """Preemptions of the last steps, whose costs no later step has closed."""
+FEATURES = (
+    "orders of service", "streaming sessions", "structured output", "LoRA", "multimodal", "priority scheduling",
+)  # fmt: skip
+"""Those of the support matrix that schedules draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,9 @@ class Outcome:
     """Under an order that promotes: most steps in a row in which a request could have been scheduled and was not."""
     let_in_with_pictures: int = 0
     """Requests with pictures for which others were displaced."""
+    featured: dict[str, int] = field(default_factory=dict)
+    """Swaps of requests that have one of the :data:`FEATURES`, by its name; of sessions, which are never loaded,
+    preemptions."""
 
 
 class Grammars:
@@ -123,8 +130,9 @@ class Schedule:
         alone.measure(controller)
         self.learner = Learner(controller.decider, None, controller.metrics.tally)
         self.swaps = UnusedSwaps()
-        controller.observers.add(self.learner, self.swaps)
         self.requests = drawn_requests(setup)
+        self.featured = FeatureCount(setup, self.requests)
+        controller.observers.add(self.learner, self.swaps, self.featured)
         faults = Faults(max_late_steps=setup.max_late_steps)
         if not setup.copies_fail:
             faults = Faults(0.0, 0.0, setup.max_late_steps)
@@ -323,6 +331,7 @@ class Schedule:
             missed=int(harness.total(stats, "displaced_in_vain")),
             longest_wait=self.longest_wait,
             let_in_with_pictures=self.refused_by_encoder.let_in,
+            featured=dict(self.featured.counts),
         )
 
 
@@ -345,6 +354,34 @@ class UnusedSwaps(Observer):
         unused = outcome.loaded_tokens == 0 and outcome.recomputed_tokens > BLOCK
         if opened.executed == "swap" and outcome.ended == "resumed" and unused:
             self.found.append(f"{opened.request}, {outcome.recomputed_tokens} tokens")
+
+
+class FeatureCount(Observer):
+    """Counts preemptions by the features of the support matrix that their requests have: see
+    :attr:`Outcome.featured`."""
+
+    def __init__(self, setup: Setup, requests: list[Request]) -> None:
+        self._ranked = setup.scheduling == "priority"
+        self._sessions = {request.request_id for request in requests if request.resumable}
+        self._features = {request.request_id: [*_features_of(request)] for request in requests}
+        self.counts: Counter[str] = Counter()
+
+    def executed(self, pending: Pending) -> None:
+        self.counts["streaming sessions"] += pending.identity.request_id in self._sessions
+        if pending.decision.executed != "swap":
+            return
+        self.counts.update(self._features[pending.identity.request_id])
+        self.counts["priority scheduling"] += self._ranked
+        self.counts["orders of service"] += pending.situation.cause == "displaced"
+
+
+def _features_of(request: Request) -> Iterator[str]:
+    has = {
+        "structured output": request.structured_output_request is not None,
+        "LoRA": request.lora_request is not None,
+        "multimodal": bool(request.mm_features),
+    }
+    yield from (name for name, there in has.items() if there)
 
 
 def _job(setup: Setup, model: Path) -> dict[str, Any]:

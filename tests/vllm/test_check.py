@@ -1,6 +1,7 @@
 """`kvpolicy check`: what an engine would say at its start, without its weights.
 
-The child is :mod:`kvpolicy_vllm.check.lay_out`; its answers are compared with what engines of the same flags have.
+The child is :mod:`kvpolicy_vllm.check.lay_out`, whose layers are made by ``kvpolicy_vllm.bench.weightless``. Its answers
+are compared with what engines of the same flags have.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.models import make_tokenizer
 from kvpolicy_vllm.check import CheckReport, Group, check
 from tests.test_launch import run
+from tests.vllm import families, features
 from tests.vllm.harness import ROOT
 
 pytestmark = pytest.mark.scheduler
@@ -120,6 +122,29 @@ def test_groups_that_share_memory_are_counted_once(process: EngineProcess, tmp_p
     assert sorted(group["kind"] for group in found["groups"]) == ["FullAttentionSpec", "SlidingWindowSpec"]
     assert not found["refused"] and found["helps"] == []
     assert found["block_bytes"] == 2 * 2 * 2 * 32 * 4 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("family", "prepare", "layers"),
+    [
+        ("llama", features.itself_as_drafter, 4),
+        ("llama", features.eagle_head, 1),
+        ("qwen2", features.further_layer, 1),
+    ],
+    ids=["draft model", "EAGLE", "MTP"],
+)
+def test_a_drafters_layers_are_in_the_same_blocks(
+    process: EngineProcess, family: str, prepare: Any, layers: int, tmp_path: Path
+) -> None:
+    model = families.make(family, tmp_path / "model")
+    speculation = prepare(tmp_path, model)["speculative_config"]
+    flags = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE))
+    alone = asked(process, str(model), *flags)
+    beside = asked(process, str(model), *flags, "--speculative-config", json.dumps(speculation))
+    assert beside["refused"] == beside["not_laid_out"] == ""
+    (group,) = beside["groups"]
+    assert group["layers"] == features.LAYERS + layers
+    assert beside["block_bytes"] * features.LAYERS == alone["block_bytes"] * (features.LAYERS + layers)
 
 
 def test_layers_that_cannot_be_made_are_no_answer(process: EngineProcess, model: str, tmp_path: Path) -> None:

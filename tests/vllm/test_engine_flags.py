@@ -12,6 +12,7 @@ import pytest
 
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.engine_process import EngineProcess, environment
+from tests.vllm import families
 
 PLUGIN = launch.flags({"policy": "always-recompute"})
 
@@ -51,6 +52,20 @@ def test_what_is_given_holds_on_the_command_line_and_in_a_file(
     assert (found["block_size"], found["model_tokens"], found["max_requests"]) == (32, 1024, 9)
     assert found["token_budget"] == 640 and found["gives_length"] is True
     assert asked(process, model, *given)["server"]["model_tokens"] == 1000
+
+
+def test_blocks_are_those_that_vllm_makes_of_the_layers(process: EngineProcess, tmp_path: Path) -> None:
+    """A block of attention is as large as a state, whatever size is asked for; windows have a table of their own."""
+    granite = str(families.make("granite-4", tmp_path / "granite"))
+    for asked_for in ((), ("--block-size", "32")):
+        found = asked(process, granite, "--dtype", "float32", *asked_for)["server"]
+        assert found["block_size"] == (96 if asked_for else 128) and found["keeps_states"] is True
+        assert found["block_tables"] == 4 and found["kv_token_bytes"] == 4 * 512
+    gpt_oss = str(families.make("gpt-oss", tmp_path / "gpt-oss"))
+    found = asked(process, gpt_oss, "--dtype", "float32", "--block-size", "32")["server"]
+    assert (found["block_size"], found["block_tables"], found["keeps_states"]) == (32, 2, False)
+    whole = asked(process, gpt_oss, "--dtype", "float32", "--disable-hybrid-kv-cache-manager")["server"]
+    assert whole["block_tables"] == 1 and whole["kv_token_bytes"] == found["kv_token_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@ one request alone, forced out, with the device's memory overwritten in between. 
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpolicy.settings import ServerSettings
+from kvpolicy_vllm.check import check
 from tests.vllm import families, features, harness
 from tests.vllm.test_families import CASES, ENGINE, INSIDE, LATER, OUTPUT, SWAPPED, asked
 
@@ -35,7 +38,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "plugin": harness.plugin("always-swap"),
         "engine": ENGINE | {"max_num_batched_tokens": 64} | family.engine | feature.engine | prepared | drafts,
     }  # fmt: skip
-    return harness.run(job, folder) | {"feature": feature}
+    return harness.run(job, folder) | {"feature": feature, "model": model, "prepared": prepared}
 
 
 @pytest.mark.parametrize("case", SWAPPED)
@@ -48,6 +51,18 @@ def test_a_swap_changes_no_bit(case: str, result: dict[str, Any]) -> None:
         assert found["steps"] <= reference["steps"] + 2 * len(found["out_at"])
     elif result["feature"].drafts:
         assert_drafts_alike(found["drafts"], reference["drafts"], since=CASES[case]["tokens"][0])
+
+
+def test_host_memory_holds_as_many_blocks_as_the_check_says(result: dict[str, Any]) -> None:
+    """Also where a drafter's layers are in the blocks. The engine has its host memory from the harness."""
+    speculation = result["prepared"].get("speculative_config")
+    if speculation is None:
+        return
+    block_size = families.PLAIN[result["feature"].family].engine["block_size"]
+    flags = ["--dtype", "float32", "--block-size", str(block_size), "--speculative-config", json.dumps(speculation)]
+    report = check(str(result["model"]), ServerSettings("always-swap", host_gib=0.25), flags)
+    stats = result["cases"][SWAPPED[0]]["stats"]
+    assert report.ok and report.host_blocks == harness.total(stats, "host_slots_total")
 
 
 def assert_drafts_alike(drafts: dict[str, Any], reference: dict[str, Any], since: int) -> None:

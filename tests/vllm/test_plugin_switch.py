@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from kvpolicy_vllm.bench.engine_process import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.overload import Settings
+from kvpolicy_vllm.bench.plugin_switch import PluginSwitch
+from kvpolicy_vllm.plugin.scheduler import PolicyHooks
 from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
 SERVING = "kvpolicy_vllm.bench.serve_engine"
+
+
+def test_with_workers_of_their_own_processes_the_plugin_stays_on() -> None:
+    """As in a server's engine on the CPU, which `characterize` serves with."""
+
+    class Adaptive(PolicyHooks, SimpleNamespace):
+        def __init__(self, **fields: Any) -> None:
+            SimpleNamespace.__init__(self, **fields)
+
+    scheduler = Adaptive(connector=object(), requests={}, ordering=None)
+    switch = PluginSwitch(SimpleNamespace(scheduler=scheduler, model_executor=SimpleNamespace()))
+    switch.set(True)
+    assert isinstance(scheduler, Adaptive) and scheduler.connector is not None
+    with pytest.raises(ValueError, match="only where the worker is in the engine's own process"):
+        switch.set(False)
 
 
 def test_the_plugin_can_be_taken_out_and_put_back(model: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Served runs are those of ``kvpolicy_vllm.bench.pressure``.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.reach import ARMS, Reach, runs_of
 from kvpolicy_vllm.bench.run_characterize import MODEL, characterize
 from kvpolicy_vllm.bench.run_profile import UNFINISHED
+from tests.vllm import families, harness
 
 TINY = Reach(
     lengths=(64, 128), length_requests=3, block_sizes=(32,), block_size_tokens=96,
@@ -116,6 +118,31 @@ def test_all_five_figures_are_drawn_from_the_trace(study: tuple[Path, list[str],
     for figure in (MEMORY, TIMELINE):
         drawn = (tmp_path / "figures" / f"{figure}.svg").read_text()
         assert "8 requests x 47 in / 32 out" in drawn, "the scaling is printed on the figure"
+
+
+@pytest.mark.slow
+def test_windows_are_served_in_shares_of_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the user's own flags. A request needs ten blocks of full attention at its end, and four or five of a window:
+    the memory of a level is a share of both."""
+    for name, value in harness.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    llm, out = families.make("gpt-oss", tmp_path / "model"), tmp_path / "trace"
+    how = Measurement(llm, vllm_flags=("--dtype", "float32", "--enforce-eager"))
+    reach = replace(TINY, scale=1 / 8)
+    characterize(out, (MEMORY, TIMELINE), how, reach=reach, progress=lambda part, done, of: None)
+    trace = traces.read(out)
+    (served,) = [header for header in trace.headers.values() if "device_blocks" in header.noise]
+    tokens, size = reach.load.total_tokens, reach.load.block_size
+    full, window = -(-tokens // size), -(-tokens // size) - (tokens - families.WINDOW + 1) // size
+    for level in reach.levels:
+        blocks = served.noise["device_blocks"][f"{MEMORY}/{level}"]
+        assert blocks - 1 == max(round(level / 100 * 8 * (full + window)), 2 * full + 1)
+    assert f"{8 * (full + window)} blocks of 32 tokens hold all" in served.notes
+    for run in material(trace).runs:
+        taken = {kind for kind, count in run.preemptions.items() if count}
+        assert taken and (taken == {run.arm} or run.arm == "learned")
+        assert 0.8 < max(run.used_share) <= 1.0 and run.unattributed == 0
 
 
 def test_it_says_what_there_was_to_win(study: tuple[Path, list[str], str], trace: Trace) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -29,6 +30,8 @@ from tests.vllm.versions import CLAIMED, FETCHED_BY_MAKE, INSTALLED, ROOT, quick
 
 pytestmark = pytest.mark.scheduler
 
+Function = TypeVar("Function", bound=Callable[..., None])
+
 SEEDS = range(30)
 PRESSED: dict[str, Any] = {
     "scheduling": "fcfs", "order": "fcfs", "adapters": 0, "grammars": False, "prompt_logprobs": False,
@@ -36,22 +39,36 @@ PRESSED: dict[str, Any] = {
     "policy": "always-swap", "requests": 60,
 }  # fmt: skip
 """Much swapping, and nothing that goes wrong by itself."""
+SESSIONS: dict[str, Any] = PRESSED | {
+    "order": "las:quantum=8,promote=5", "asynchronous": False, "sessions": True, "max_running": 16,
+}  # fmt: skip
+"""Sessions, which few setups draw, are preempted."""
 
 
-@pytest.mark.feature("orders of service")
-@pytest.mark.feature("streaming sessions")
-@pytest.mark.feature("structured output")
-@pytest.mark.feature("LoRA")
-@pytest.mark.feature("multimodal")
-@pytest.mark.feature("priority scheduling")
+def shows(*features: str) -> Callable[[Function], Function]:
+    """Marks a test that shows all of these."""
+
+    def marked(test: Function) -> Function:
+        for feature in features:
+            test = pytest.mark.feature(feature)(test)
+        return test
+
+    return marked
+
+
+@shows(*fuzz.FEATURES)
 @pytest.mark.soak
 @pytest.mark.parametrize("version", quick_and_others(INSTALLED, FETCHED_BY_MAKE))
 def test_drawn_schedules_are_clean(version: str, tmp_path: Path) -> None:
     source_or_skip(version)
-    done = soak.run(version, [Setup.draw(seed) for seed in SEEDS], tmp_path)
-    assert len(done.outcomes) == len(SEEDS)
+    setups = [Setup.draw(seed) for seed in SEEDS] + [Setup.draw(seed, **SESSIONS) for seed in (100, 101)]
+    done = soak.run(version, setups, tmp_path)
+    assert len(done.outcomes) == len(setups)
     assert not done.failed, "\n".join([str(done), *done.replays()])
     assert sum(outcome["swaps"] for outcome in done.outcomes) > 150
+    featured = {name: sum(outcome["featured"].get(name, 0) for outcome in done.outcomes) for name in fuzz.FEATURES}
+    assert min(featured.values()) > 0, featured
+    assert sum(outcome["turns"] for outcome in done.outcomes) > 0
     assert sum(outcome["displaced"] for outcome in done.outcomes) > 50
 
 

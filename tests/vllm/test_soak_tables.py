@@ -7,15 +7,18 @@ step reads is compared with what has to be there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm import soak
-from tests.vllm.setups import ORDERS, UNRULY, Setup
+from tests.vllm import fuzz, soak
+from tests.vllm.models import write_llama
+from tests.vllm.setups import KINDS, ORDERS, UNRULY, Setup
 from tests.vllm.versions import INSTALLED, source_or_skip
 
 pytestmark = pytest.mark.scheduler
@@ -29,6 +32,13 @@ CASES: dict[str, dict[str, Any]] = {
     "with resets": TIGHT | {"resets": "weights", "harried": True, "copies_fail": True},
     "with pauses": TIGHT | {"pauses": True, "harried": True, "copies_fail": True, "resets": "cache"},
 }
+JUST_SCHEDULED: dict[str, Any] = {
+    "scheduling": "priority", "asynchronous": False, "prefix_caching": True, "dense": True, "token_budget": 2048,
+    "max_running": 16, "spare_blocks": 2, "ranks": 1, "policy": "random:0.7", "requests": 60, "max_prompt_tokens": 100,
+    "max_output_tokens": 200, "stops": False, "adapters": 0, "grammars": False, "copies_fail": True, "harried": True,
+    "resets": "none", "reserves_whole": False, "long_prefill": 40, "throttled": False, "pictures": 0,
+}  # fmt: skip
+"""Requests that have just been scheduled are preempted."""
 FEW, MANY = range(2), range(2, 22)
 """Seeds of each family and case."""
 RULED = [order for order in ORDERS if order not in UNRULY]
@@ -70,6 +80,38 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     assert not done.failed, "\n".join([str(done), *done.replays()])
     by_setup = {outcome["setup"]: outcome for outcome in done.outcomes}
     return lambda layers: [by_setup[repr(setup)] for setup in drawn[layers]]
+
+
+@pytest.mark.parametrize("layers", FAMILIES)
+def test_blocks_that_no_step_has_computed_are_found_in_no_table(layers: str, tmp_path: Path) -> None:
+    """Under priority scheduling vLLM preempts requests that it has just scheduled. What that step was to fill is taken
+    out of the prefix cache in the tables of all groups, and nothing else is."""
+    seed = 249 if layers in ("window", "two-sizes") else 248  # one with such blocks in every table
+    made = fuzz.Schedule(Setup.draw(seed, layers=layers, **JUST_SCHEDULED), write_llama(tmp_path))
+    scheduler = made.scheduler
+    withdraw, sizes = scheduler._withdraw_uncomputed, [16 * (1 + (kind == "wide")) for kind in KINDS[layers]]
+    withdrawn: Counter[int] = Counter()
+
+    def hashed(request: Any) -> list[set[int]]:
+        """Of each table: indices of the blocks that can be found."""
+        tables = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        return [
+            {i for i, block in enumerate(table) if block.block_hash is not None and not block.is_null}
+            for table in tables
+        ]
+
+    def watched(request: Any) -> None:
+        before = hashed(request)
+        withdraw(request)
+        for group, (was, is_now) in enumerate(zip(before, hashed(request), strict=True)):
+            computed_blocks = request.num_computed_tokens // sizes[group]
+            assert is_now == {index for index in was if index < computed_blocks}
+            withdrawn[group] += len(was - is_now)
+
+    scheduler._withdraw_uncomputed = watched
+    made.run()
+    assert made.outcome().problems == ()
+    assert set(withdrawn) == set(range(len(sizes))) and min(withdrawn.values()) > 0, withdrawn
 
 
 @pytest.mark.soak

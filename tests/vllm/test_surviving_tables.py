@@ -34,11 +34,14 @@ class Victim(NamedTuple):
     """Tokens."""
 
 
-def victims(model: str, folder: Path, layers: str, blocks: int) -> list[Victim]:
-    """Of requests whose prompts have nothing in common."""
-    plugin = harness.plugin("always-recompute", trace=str(folder))
+def scheduler_of(model: str, folder: Path, layers: str, blocks: int, policy: str) -> Any:
+    plugin = harness.plugin(policy, trace=str(folder))
     job = BASE | {"model": model, "plugin": plugin, "layers": layers, "blocks": blocks, "budget": 256}
-    scheduler = alone.scheduler_for(job | {"prefix_caching": True})
+    return alone.scheduler_for(job | {"prefix_caching": True})
+
+
+def serve(scheduler: Any) -> None:
+    """Requests whose prompts have nothing in common."""
     rng, arriving = random.Random(3), deque[Any]()
     for number in range(REQUESTS):
         prompt = [rng.randrange(1000) for _ in range(rng.randint(20, 300))]
@@ -47,12 +50,16 @@ def victims(model: str, folder: Path, layers: str, blocks: int) -> list[Victim]:
     for _ in alone.drive(scheduler, arriving, alone.Worker(late=0).execute, False):
         pass
     scheduler.kvpolicy.close()
+
+
+def victims(model: str, folder: Path, layers: str, blocks: int) -> list[Victim]:
+    serve(scheduler_of(model, folder, layers, blocks, "always-recompute"))
     trace = traces.read(folder)
     outcomes = {row["preemption_id"]: row for row in trace.rows("outcomes") if row["ended"] == "resumed"}
     return [
         Victim(
-            row["hashed_blocks"] * row["block_size"],
-            row["hit_blocks"] * row["block_size"],
+            row["hashed_tokens"],
+            row["hit_tokens"],
             outcomes[row["preemption_id"]]["local_hit_tokens"],
         )
         for row in trace.rows("decisions")
@@ -74,3 +81,45 @@ def test_what_is_findable_at_a_preemption_is_found_whole_or_not_at_all(
     assert near[0].expected == 0.0, "nothing is known of the first one"
     found, expected = sum(one.found for one in near), sum(one.expected for one in near)
     assert 0.7 * found < expected < 1.3 * found, (found, expected)
+
+
+@pytest.mark.parametrize(("layers", "blocks"), [("two-full", 150), ("full-window", 90), ("full-states", 130)])
+def test_blocks_that_are_found_are_those_that_are_not_loaded(
+    layers: str, blocks: int, model: str, tmp_path: Path
+) -> None:
+    """Expected at the preemption, where all that is findable is found; and said to a policy that is asked at resume."""
+    scheduler = scheduler_of(model, tmp_path, layers, blocks, "always-swap")
+    controller, copies = scheduler.kvpolicy, scheduler.kvpolicy.copies
+    asked: dict[str, Any] = {}
+    loads, decide, begin_load = controller._loads, controller.decider.loads, copies.begin_load
+    loaded: list[tuple[float, int]] = []
+
+    def asks(request: Any, total_tokens: int, local_tokens: int) -> bool:
+        def remember(situation: Any) -> bool:
+            asked[request.request_id] = situation
+            return bool(decide(situation))
+
+        controller.decider.loads = remember
+        return bool(loads(request, total_tokens, local_tokens))
+
+    def begins(request_id: str, wanted: Any, block_ids: Any, tokens: int) -> None:
+        known = asked[request_id]
+        loaded.append((known.held_blocks - known.hit_blocks, len(wanted)))
+        begin_load(request_id, wanted, block_ids, tokens)
+
+    controller._loads, copies.begin_load = asks, begins
+    serve(scheduler)
+    assert len(loaded) > 20 and all(expected == blocks for expected, blocks in loaded)
+
+    trace = traces.read(tmp_path)
+    decisions = {row["preemption_id"]: row for row in trace.rows("decisions")}
+    outcomes = {row["preemption_id"]: row for row in trace.rows("outcomes")}
+    whole = 0
+    for row in trace.rows("transfers"):
+        decided, found = decisions[row["preemption_id"]], outcomes[row["preemption_id"]]["local_hit_tokens"]
+        if row["direction"] == "load" and found in (0, decided["hashed_tokens"]):
+            hits = decided["hashed_blocks"] if found else 0
+            assert row["bytes"] // alone.COPIED_BLOCK_BYTES == decided["held_blocks"] - hits
+            whole += found > 0
+        assert 0 <= decided["hit_blocks"] <= decided["hashed_blocks"] <= decided["held_blocks"]
+    assert whole > 5

@@ -22,12 +22,12 @@ def run_engine(
     name: str,
     report_progress: WindowProgress,
     extra_noise: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    notes: str = "",
 ) -> str:
     """Run ``module``'s engine on a job; return the name of the core that was added to the trace ``out``.
 
     ``folder``: where the engine records until the part is complete. ``name``: name of the part. ``extra_noise``:
-    derives further entries of the header's noise from the engine's answer. Raises EngineFailed.
+    derives further entries of the header's noise from the engine's answer, which may have ``notes`` for the header.
+    Raises EngineFailed.
     """
     counts = {"windows": 0, "done": 0}
 
@@ -46,6 +46,6 @@ def run_engine(
         "records_dropped": result["records_dropped"],
         "part": name,
     }
-    finish_core(folder / "trace" / core, job["seed"], noise | dict(extra_noise(result)), notes)
+    finish_core(folder / "trace" / core, job["seed"], noise | dict(extra_noise(result)), result.get("notes", ""))
     (folder / "trace" / core).replace(out / core)
     return core

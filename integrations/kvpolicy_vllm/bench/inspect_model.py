@@ -10,7 +10,7 @@ cores.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
@@ -19,7 +19,12 @@ from kvpolicy_vllm.bench.engine_flags import server_arguments, server_config
 from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.models import make_llama
 from kvpolicy_vllm.bench.profile_parts import tables_of
+from kvpolicy_vllm.bench.weightless import laid_out, rank_block_bytes
 from kvpolicy_vllm.plugin.engine_config import geometry_of
+from kvpolicy_vllm.plugin.kv_layout import block_size, is_plain, kept_layers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 def main() -> None:
@@ -48,16 +53,40 @@ def server_of(flags: list[str]) -> dict[str, Any]:
             f"--data-parallel-size is {parallel.data_parallel_size}: one engine core is measured, whose costs are "
             "those of every other; leave the flag out here, and give it to the server"
         )
-    return {
-        "block_size": config.cache_config.block_size,
+    return _blocks_of(config) | {
         "token_budget": scheduler.max_num_batched_tokens,
         "max_requests": scheduler.max_num_seqs,
         "model_tokens": config.model_config.max_model_len,
         "gives_length": gives_length,
-        "kv_token_bytes": geometry_of(config).kv_bytes_per_token * parallel.tensor_parallel_size,
-        "block_tables": tables_of(
-            config.model_config.hf_config.to_dict(), bool(scheduler.disable_hybrid_kv_cache_manager)
-        ),
+    }
+
+
+def _blocks_of(config: VllmConfig) -> dict[str, Any]:
+    """Tokens in a block, block tables of a request, whether one is of states, and the KV bytes of a token over all of
+    the tables and all ranks.
+
+    vLLM makes blocks larger once it knows the layers: one of attention has to hold as many bytes as a state. So the
+    layers are made, without weights. Where that cannot be done, all is as the configuration says.
+    """
+    ranks = int(config.parallel_config.tensor_parallel_size)
+    try:
+        kv_cache = laid_out(config)
+        rank_bytes = rank_block_bytes(config, kv_cache)
+    # The model's own error, or one of a model that needs its weights or a device to be made.
+    except Exception:  # noqa: BLE001
+        windows_whole = bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
+        return {
+            "block_size": config.cache_config.block_size,
+            "block_tables": tables_of(config.model_config.hf_config.to_dict(), windows_whole),
+            "keeps_states": bool(config.model_config.is_hybrid),
+            "kv_token_bytes": geometry_of(config).kv_bytes_per_token * ranks,
+        }
+    size, tables = block_size(kv_cache), 1 if is_plain(kv_cache) else len(kv_cache.kv_cache_groups)
+    return {
+        "block_size": size,
+        "block_tables": tables,
+        "keeps_states": kept_layers(kv_cache).state_layers > 0,
+        "kv_token_bytes": -(-tables * rank_bytes * ranks // size),
     }
 
 

@@ -38,6 +38,8 @@ class OwnServer:
     """KV bytes of a token, over all ranks."""
     block_tables: int = 1
     """Block tables of a request; 1 where the model's layers are not understood, as the engine will say."""
+    keeps_states: bool = False
+    """Whether one of them is of states."""
 
     def __post_init__(self) -> None:
         if self.max_requests < MIN_REQUESTS:

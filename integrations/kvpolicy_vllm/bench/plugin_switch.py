@@ -30,7 +30,9 @@ class PluginSwitch:
 
     def __init__(self, core: Any) -> None:
         self._scheduler = core.scheduler
-        self._runner = core.model_executor.driver_worker.worker.model_runner
+        worker = getattr(core.model_executor, "driver_worker", None)
+        self._runner = None if worker is None else worker.worker.model_runner
+        """None where workers are processes of their own, as a server's on the CPU. There the plugin stays on."""
         self._plugin_class = type(core.scheduler)
         self._stock_class = _without_plugin(self._plugin_class)
         self._connector = core.scheduler.connector
@@ -40,7 +42,7 @@ class PluginSwitch:
 
     def set(self, on: bool) -> None:
         """Switch the plugin on or off. Raises ValueError if the engine was started without it, is not idle, or would be
-        without the plugin in an order of the plugin's."""
+        without the plugin in an order of the plugin's or with workers that are processes of their own."""
         scheduler = self._scheduler
         if on and not self.available:
             raise ValueError("this engine was started without the plugin")
@@ -53,6 +55,10 @@ class PluginSwitch:
                 f"the plugin is switched off only in vLLM's own order: {scheduler.ordering.order.name} has queues of "
                 "its own"
             )
+        if self._runner is None:
+            if not on:
+                raise ValueError("the plugin is switched off only where the worker is in the engine's own process")
+            return
         scheduler.__class__ = self._plugin_class if on else self._stock_class
         scheduler.connector = self._connector if on else None
         if hasattr(self._runner, "kv_connector"):  # model runner v2 has its own switch

@@ -13,7 +13,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvpolicy.trace import window_row
@@ -21,28 +21,39 @@ from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.job import Noise
 from kvpolicy_vllm.bench.measure_engine import NOISE_STEPS, NOISE_WINDOWS
 from kvpolicy_vllm.bench.measured_window import WindowDriver
-from kvpolicy_vllm.bench.reach import ServedRun
+from kvpolicy_vllm.bench.reach import Load, ServedRun
 from kvpolicy_vllm.bench.serve_engine import Serving
 from kvpolicy_vllm.bench.serve_job import ServedJob
 from kvpolicy_vllm.bench.states import State
+
+ALL = 100
+"""Percent of the memory: the whole engine's."""
 
 
 class Pressure:
     """Serves all runs of one engine, in order."""
 
     def __init__(self, job: ServedJob, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._job = job
         self._tell = tell
         self._serving = Serving(job.engine)
         self.scheduler = self._serving.llm.llm_engine.engine_core.engine_core.scheduler
         self._pool = self.scheduler.kv_cache_manager.block_pool
+        self._job = replace(job, load=self._with_tables(job.load))
+
+    def _with_tables(self, load: Load) -> Load:
+        """The load, with the blocks that its requests take here where they have several block tables."""
+        tables = self.scheduler.kvpolicy.tables
+        if tables is None:
+            return load
+        held_blocks = tables.load_blocks(self.scheduler, 0, load.total_tokens)
+        return replace(load, held_blocks=held_blocks, max_held_blocks=tables.max_held_blocks(load.total_tokens))
 
     def run(self) -> Noise:
         """Measure the machine's noise and warm up, which is discarded, then serve every run."""
         controller = self.scheduler.kvpolicy
         controller.adopt("always-recompute")
         noise = self._noise()
-        self._serve(ServedRun("warm-up/all", 100, "recompute", -1), "warm-up")
+        self._serve(ServedRun("warm-up/all", ALL, "recompute", -1), "warm-up")
         lowest = min(self._job.runs, key=lambda run: run.level)
         for arm in self._job.policies:
             if arm != "recompute":
@@ -72,7 +83,7 @@ class Pressure:
         request = [0.0, load.prompt_tokens, load.output_tokens]
         requests = [request] * load.requests
         job = {"requests": requests, "seed": f"{self._job.seed}/{run.repeat}", "policy": self._job.policies[run.arm]}
-        with self._memory(self._job.blocks_at(run.level)):
+        with self._memory(self._blocks_of(run)):
             first_step = controller.next_step
             result = self._serving.serve(job, lambda news: None)
         row = window_row(
@@ -87,6 +98,14 @@ class Pressure:
             discarded=discarded,
         )
         self._record(row)
+
+    def about(self) -> dict[str, Any]:
+        """What the trace's header says of the runs."""
+        blocks = {run.state_id: self._blocks_of(run) for run in self._job.runs}
+        return {"device_blocks": blocks, "notes": self._job.load.scaling()}
+
+    def _blocks_of(self, run: ServedRun) -> int:
+        return self._pool.num_gpu_blocks if run.level >= ALL else self._job.load.blocks_at(run.level)
 
     @contextmanager
     def _memory(self, blocks: int) -> Iterator[None]:
@@ -113,8 +132,9 @@ def serve(job: ServedJob, tell: Callable[[dict[str, Any]], None]) -> dict[str, A
     noise = pressure.run()
     controller = pressure.scheduler.kvpolicy
     core, recorder = controller.core, controller.recorder
+    about = pressure.about()
     pressure.close()
-    return {"core": core, "noise": asdict(noise), "records_dropped": recorder.dropped}
+    return {"core": core, "noise": asdict(noise), "records_dropped": recorder.dropped, **about}
 
 
 def main() -> None:

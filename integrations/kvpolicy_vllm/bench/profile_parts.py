@@ -138,6 +138,16 @@ class Rig:
         """Block tables of a request."""
         return tables_of(_config_of(self.llm)) if self.server is None else self.server.block_tables
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers of the model keep states; False where they are not understood, as the engine will say."""
+        if self.server is not None:
+            return self.server.keeps_states
+        try:
+            return Geometry.from_config(_config_of(self.llm)).state_layers > 0
+        except ConfigError:
+            return False
+
     def job(self, part: Part, folder: Path) -> Job:
         """The job of the part's engine; its trace goes into ``folder``."""
         span = self.extent.span(self.model_tokens)

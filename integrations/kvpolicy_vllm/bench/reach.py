@@ -34,6 +34,10 @@ class Load:
     prompt_tokens: int
     output_tokens: int
     block_size: int
+    held_blocks: int | None = None
+    """Blocks that a request needs at full length, over several block tables; None with one, which holds every token."""
+    max_held_blocks: int | None = None
+    """Blocks that it holds meanwhile, at most; None as above."""
 
     @property
     def total_tokens(self) -> int:
@@ -41,7 +45,8 @@ class Load:
 
     @property
     def blocks_each(self) -> int:
-        return math.ceil(self.total_tokens / self.block_size)
+        """Blocks of a request at full length."""
+        return math.ceil(self.total_tokens / self.block_size) if self.held_blocks is None else self.held_blocks
 
     @property
     def all_blocks(self) -> int:
@@ -55,7 +60,8 @@ class Load:
     def blocks_at(self, level: int) -> int:
         """Blocks of an engine with ``level`` percent of the memory, and at least enough for one request."""
         blocks = round(level / 100 * self.requests * self.blocks_each)
-        return max(blocks, self.blocks_each + 1) + 1
+        most = self.blocks_each if self.max_held_blocks is None else self.max_held_blocks
+        return max(blocks, most + 1) + 1
 
     def scaling(self) -> str:
         """Comparison of this load with the paper's, to print below a figure."""

@@ -18,7 +18,6 @@ class RequestBlocks:
         """Block tables of a request."""
         self.block_size = min(sizes)
         """Tokens in a block; of tables with blocks of several sizes, in the smallest."""
-        self._sizes = sizes
 
     def of(self, request: Any) -> list[int]:
         """The blocks that the request holds."""
@@ -39,7 +38,7 @@ class RequestBlocks:
         """
         if self._tables is None:
             return 0
-        return sum(-(-(int(request.num_tokens) + 1) // size) for size in self._sizes)
+        return int(self._tables.max_held_blocks(int(request.num_tokens)))
 
     def reachable(self, state: State, model_tokens: int) -> State:
         """The state as far as an engine with several block tables can be brought into it.

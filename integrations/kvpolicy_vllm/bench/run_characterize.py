@@ -21,7 +21,7 @@ from kvpolicy.cost import load
 from kvpolicy.evaluation.log_headroom import served_headrooms, served_lines
 from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
-from kvpolicy.overflow import FIGURES, SERVED
+from kvpolicy.overflow import SERVED
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header
 from kvpolicy.training import train
@@ -158,7 +158,7 @@ class Study:
 
     def measure(self, rig: Rig, reach: Reach, scratch: Path, tell: ProgressCallback, budget: Budget) -> None:
         """Measure until all is measured, or the time is over; what is begun is finished."""
-        _refuse_several_tables(rig, self.figures)
+        _refuse_states(rig)
         clock = budget.clock
         self._steps = steps_of(reach, self.figures, rig.device)
         steps = [step.without(self._done) for step in self._steps]
@@ -261,15 +261,14 @@ def served_job(rig: Rig, reach: Reach, step: Step, folder: Path, learned: str) -
     )
 
 
-def _refuse_several_tables(rig: Rig, figures: Sequence[str]) -> None:
-    """The memory of a served run is a share of what its requests take in one block table."""
-    served = [figure for figure in figures if figure in SERVED]
-    if served and rig.block_tables > 1:
-        others = sorted(set(FIGURES) - set(SERVED))
+def _refuse_states(rig: Rig) -> None:
+    """The figures' lengths are whole blocks of the sizes that the study gives them."""
+    if rig.keeps_states:
         raise WrongValue(
-            "figure",
-            f"{', '.join(served)}: served in shares of the memory that requests take in one block table, and those of "
-            f"{rig.llm} have {rig.block_tables}; {', '.join(others)} can be measured",
+            "llm",
+            f"is {rig.llm}, whose layers keep states: vLLM makes its blocks as large as a state, and the study needs "
+            "blocks of its own sizes, of which the lengths in its figures are made up; should be a model without "
+            "states, or be measured by profile",
         )
 
 

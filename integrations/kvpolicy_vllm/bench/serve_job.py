@@ -25,9 +25,6 @@ class ServedJob:
     runs: tuple[ServedRun, ...]
     seed: int
 
-    def blocks_at(self, level: int) -> int:
-        return self.load.all_blocks if level >= 100 else self.load.blocks_at(level)
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -39,6 +36,9 @@ class ServedJob:
 
 def serve_part(job: ServedJob, out: Path, folder: Path, name: str, tell: WindowProgress) -> str:
     """Run one engine to completion; return the name of the core that was added to the trace."""
-    # The header's device_blocks are the whole engine's, which the runs use only in part; see pressure.py.
-    blocks = {"device_blocks": {run.state_id: job.blocks_at(run.level) for run in job.runs}}
-    return run_engine(PRESSURE, job.to_dict(), out, folder, name, tell, lambda _: blocks, job.load.scaling())
+
+    def blocks(result: Mapping[str, Any]) -> Mapping[str, Any]:
+        # The header's device_blocks are the whole engine's, which the runs use only in part; see pressure.py.
+        return {"device_blocks": result["device_blocks"]}
+
+    return run_engine(PRESSURE, job.to_dict(), out, folder, name, tell, blocks)

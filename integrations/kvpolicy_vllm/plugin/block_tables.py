@@ -7,7 +7,7 @@ the number of tokens and from vLLM's own rule for the group. Imports no vLLM: al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,16 @@ class BlockTables:
         """Device blocks to load into, for a request that goes on after ``tokens`` tokens of which the first
         ``local_tokens`` are on the device. ``block_ids``: its block tables."""
         return {
-            (group, index): block_ids[group][index]
-            for group, positions in enumerate(self._ranges(scheduler, tokens))
-            for index in positions
-            if index >= local_tokens // self.block_sizes[group]
+            (group, index): block_ids[group][index] for group, index in self._lacking(scheduler, local_tokens, tokens)
         }
+
+    def load_blocks(self, scheduler: Any, local_tokens: int, tokens: int) -> int:
+        """Number of blocks that :meth:`to_load` has."""
+        return sum(1 for _ in self._lacking(scheduler, local_tokens, tokens))
+
+    def max_held_blocks(self, tokens: int) -> int:
+        """Upper bound of the blocks that a request holds before it has more than ``tokens`` tokens: all of them."""
+        return sum(-(-(tokens + 1) // size) for size in self.block_sizes)
 
     def lacking_blocks(self, scheduler: Any, request_id: str, tokens: int) -> int:
         """Blocks that the request lacks for ``tokens`` tokens; an upper bound where it keeps states.
@@ -87,6 +92,12 @@ class BlockTables:
         return sum(
             max(0, -(-tokens // size) - len(table)) for size, table in zip(self.block_sizes, tables, strict=True)
         )
+
+    def _lacking(self, scheduler: Any, local_tokens: int, tokens: int) -> Iterator[Position]:
+        """What a request needs after ``tokens`` tokens beside the blocks of the first ``local_tokens`` of them."""
+        for group, positions in enumerate(self._ranges(scheduler, tokens)):
+            first = local_tokens // self.block_sizes[group]
+            yield from ((group, index) for index in positions if index >= first)
 
     def _ranges(self, scheduler: Any, tokens: int) -> list[range]:
         """The indices needed, by group."""

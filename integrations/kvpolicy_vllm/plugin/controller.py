@@ -249,6 +249,7 @@ class Controller:
                 copy.situation, total_tokens, local_tokens,
                 scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), len(scheduler.running),
                 copies.queued_bytes("save"), copies.queued_bytes("load"),
+                None if self.tables is None else self.tables.load_blocks(scheduler, local_tokens, total_tokens),
             )  # fmt: skip
             copy.loads = self.decider.loads(situation)
         # The boundary between a policy and a server: what was saved can be loaded.

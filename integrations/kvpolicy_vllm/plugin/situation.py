@@ -86,11 +86,11 @@ def situation_of(
     """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view.
 
     ``survival``: None where only the blocks of other requests survive, and all that are not in host memory are saved at
-    once. Of several block tables all that the request needs is saved at once, and ``hashed_blocks`` are those of the
-    tokens for which every table has what the request needs.
+    once. Of several block tables all that the request needs is saved at once.
     """
     pool = scheduler.kv_cache_manager.block_pool
     computed, tables = request.num_computed_tokens, running.tables
+    hashed_tokens: int | None = None
     if tables is None:
         size = scheduler.block_size
         held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
@@ -100,12 +100,15 @@ def situation_of(
     else:
         size = min(tables.block_sizes)
         held = [*tables.needed(scheduler, request.request_id, computed).values()]
-        shared, hashed, keyed = 0, tables.findable_tokens(scheduler, request) // size, []
+        hashed_tokens = tables.findable_tokens(scheduler, request)
+        hashed = len(held) - tables.load_blocks(scheduler, hashed_tokens, computed)
+        shared, keyed = 0, []
     free = pool.get_num_free_blocks()
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
-    hit_blocks = float(shared)
+    hit_blocks, hit_tokens = float(shared), None if hashed_tokens is None else 0.0
     if survival is not None:
         hit_blocks = survival.hit_blocks(len(held), shared, hashed, free, size, cause)
+        hit_tokens = None if hashed_tokens is None else survival.hit_tokens(hashed_tokens, cause)
     save_blocks = float(len(held))
     if survival is None or tables is not None:
         save_blocks -= copies.pool.stored(block.block_hash for block in keyed)
@@ -139,6 +142,8 @@ def situation_of(
         priority=request.priority,
         cause=cause,
         absence_tokens=None if survival is None else survival.absence_tokens(cause),
+        hashed_tokens=hashed_tokens,
+        hit_tokens=hit_tokens,
     )
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import multiprocessing
+import threading
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +23,7 @@ from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SAVER, SharedPool
 from kvpolicy_vllm.plugin.messages import Job
 
 SLOTS, WIDTH = 6, 10
+OPENED = Path("/proc/self/fd")
 
 
 class Late(IndexingCopier):
@@ -102,6 +108,30 @@ def test_a_slot_that_is_used_again_is_waited_for_anew() -> None:
     one.poll()
     assert [done.ok for done in other.poll()] == [True]
     assert other.device_segments[0][6].equal(one.device_segments[0][3])
+
+
+@pytest.mark.parametrize("side", ["saver", "reader"])
+def test_a_number_is_written_and_read_under_the_lock(side: str) -> None:
+    """Which orders the blocks before it on every CPU: while one side has it, the other waits."""
+    one, other = two_ranks()
+    held_by, waits = (other.shared, one.shared) if side == "saver" else (one.shared, other.shared)
+    asks = partial(waits.ended, [0], 1, True) if side == "saver" else partial(waits.has, [0], {0: 1})
+    asking = threading.Thread(target=asks)
+    with held_by._locked(fcntl.LOCK_EX):
+        asking.start()
+        asking.join(0.2)
+        assert asking.is_alive()
+    asking.join(10)
+    assert not asking.is_alive()
+
+
+def test_the_memory_is_closed_with_the_pool() -> None:
+    before = len([*OPENED.iterdir()])
+    pools = two_ranks()
+    assert len([*OPENED.iterdir()]) > before
+    del pools
+    gc.collect()
+    assert len([*OPENED.iterdir()]) == before
 
 
 def test_a_save_that_fails_fails_the_loads_of_every_rank() -> None:
