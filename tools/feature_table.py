@@ -25,7 +25,8 @@ WORDS = {"engine": "yes", "scheduler": "scheduler", "refused": "refused"}
 """What a cell says, by how the test that passed shows it, the strongest first."""
 NOT_TESTED = {
     "a GPU": "every test in this table runs on a CPU; `make gpu-check` is separate, see [gpu.md](gpu.md)",
-    "model runner v2": "needs Triton, which vLLM's CPU build lacks; models with states are refused on it",
+    "model runner v2": "needs Triton, which vLLM's CPU build lacks; models with states are refused on it, unless a setting "
+    "allows them",
     "LMCacheConnectorV1": "is not installed where these tests run; served with a warning beside kvpolicy's",
     "SimpleCPUOffloadConnector": "does not start on a CPU; served with a warning beside kvpolicy's",
     "Mooncake, MoRIIO, FlexKV, HF3FS and other connectors": "served with a warning beside kvpolicy's",
