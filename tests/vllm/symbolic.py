@@ -50,8 +50,8 @@ class Saving:
 
 class SymbolicWorker:
     """Executes each step when it is scheduled, as an engine's worker does; draws its faults from ``seed`` and
-    ``rank``. ``clears_first``: whether the step's own writes come before its saves begin, as clearing blocks and copying
-    states do on vLLM's model runner v2."""
+    ``rank``. ``clears_first``: whether the step's own writes come before its saves begin, as clearing blocks and
+    copying states do on vLLM's model runner v2."""
 
     def __init__(
         self,
