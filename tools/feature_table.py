@@ -25,8 +25,10 @@ WORDS = {"engine": "yes", "scheduler": "scheduler", "refused": "refused"}
 """What a cell says, by how the test that passed shows it, the strongest first."""
 NOT_TESTED = {
     "a GPU": "every test in this table runs on a CPU; `make gpu-check` is separate, see [gpu.md](gpu.md)",
-    "model runner v2": "needs Triton, which vLLM's CPU build lacks; models with states are refused on it",
-    "LMCacheConnectorV1": "is not installed where these tests run; served with a warning beside kvpolicy's",
+    "model runner v2": "needs Triton, which vLLM's CPU build lacks; models with states are refused on it unless "
+    "a setting allows them",
+    "LMCacheConnectorV1": "LMCache 0.5.6 runs it on no CPU; served with a warning beside kvpolicy's",
+    "multimodal models": "but those of the table, with pictures: served",
     "SimpleCPUOffloadConnector": "does not start on a CPU; served with a warning beside kvpolicy's",
     "Mooncake, MoRIIO, FlexKV, HF3FS and other connectors": "served with a warning beside kvpolicy's",
     "vLLM 0.33 in a real engine": "it has no CPU build: only its scheduler is driven, with made-up workers",

@@ -13,6 +13,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -65,8 +66,8 @@ if "KVPOLICY_VLLM_SOURCE" in os.environ:
 
 def scheduler_for(job: dict[str, Any], grammars: Any = None) -> Any:
     """``job["engine"]``: further engine arguments; ``job["layers"]``: one of :data:`tests.vllm.setups.KINDS`;
-    ``job["dense"]``: see :func:`tests.vllm.kv_caches.kv_cache`. ``grammars`` takes the place of vLLM's structured
-    outputs."""
+    ``job["dense"]``: see :func:`tests.vllm.kv_caches.kv_cache`; ``job["model_runner_v2"]``: whether the scheduler takes
+    it to serve the model. ``grammars`` takes the place of vLLM's structured outputs."""
     arguments = EngineArgs(
         model=job["model"], dtype="float32", skip_tokenizer_init=True, block_size=BLOCK, max_model_len=2048,
         max_num_seqs=job["sequences"], max_num_batched_tokens=job["budget"],
@@ -85,11 +86,13 @@ def scheduler_for(job: dict[str, Any], grammars: Any = None) -> Any:
     hashed: dict[str, Any] = {"hash_block_size": BLOCK} if "wide" in KINDS[layers] else {}
     if job.get("worker_first"):  # as in an engine, where workers set up before the scheduler
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-    return config.scheduler_config.get_scheduler_cls()(
-        vllm_config=config, kv_cache_config=cache,
-        structured_output_manager=StructuredOutputManager(config) if grammars is None else grammars,
-        block_size=scheduler_block_size(cache), log_stats=True, **hashed,
-    )  # fmt: skip
+    runner = mock.patch.object(VllmConfig, "use_v2_model_runner", True) if job.get("model_runner_v2") else nullcontext()
+    with runner:
+        return config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config, kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config) if grammars is None else grammars,
+            block_size=scheduler_block_size(cache), log_stats=True, **hashed,
+        )  # fmt: skip
 
 
 def made_requests(job: dict[str, Any]) -> list[Request]:
@@ -203,6 +206,8 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
         mock.patch.object(VllmConfig, "use_v2_model_runner", True, create=True),
     ):
         found["states beside attention"] = refused(engine)
+        with mock.patch.dict(engine.kv_transfer_config.kv_connector_extra_config, allow_untested_states_v2=True):
+            found["states beside attention, allowed"] = refused(engine)
     with mock.patch("kvpolicy_vllm.plugin.engine_config.device_name", return_value="NVIDIA H100 80GB HBM3"):
         found["untrained"] = told(with_policy(good, "cheapest:analytic"))
     real, vllm.__version__ = vllm.__version__, "0.99.0"
@@ -214,19 +219,13 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
 
 def refused_groups(job: dict[str, Any], good: dict[str, Any], told: Callable[..., str]) -> dict[str, str]:
     """What is said of groups of layers that no model here has."""
-    from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported  # here: stock vLLM does without it
+    from kvpolicy_vllm.plugin.versions import engine_version  # here: stock vLLM does without it
 
     found = {"serves block tables": "yes" if engine_version() >= (0, 32) else ""}
     found["layers full-window in order urgent"] = told(with_policy(good, "always-swap", order="urgent"), "full-window")
     config = EngineArgs(model=job["model"], dtype="float32", skip_tokenizer_init=True, **good).create_engine_config()
     window, state = spec_of("window", BLOCK, True), spec_of("state", BLOCK, True)
-    chunked = ChunkedLocalAttentionSpec(
-        block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=state.dtypes[0], attention_chunk_size=64
-    )
-    whole = replace(spec_of("full", BLOCK, True), attention_chunk_size=64)
     cases = {
-        "group attention_chunk_size": KVCacheGroupSpec(["layer"], whole),
-        "group ChunkedLocalAttentionSpec": KVCacheGroupSpec(["layer"], chunked),
         "group MAMBA1": KVCacheGroupSpec(["layer"], replace(state, mamba_type=MambaAttentionBackendEnum.MAMBA1)),
         "group mode all": KVCacheGroupSpec(["layer"], replace(state, mamba_cache_mode="all")),
         "group host": KVCacheGroupSpec(["layer"], window),
@@ -236,20 +235,22 @@ def refused_groups(job: dict[str, Any], good: dict[str, Any], told: Callable[...
     for name, group in cases.items():
         cache = KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=[group])
         with mock.patch.object(VllmConfig, "use_v2_model_runner", True, create=True):
-            try:
-                refuse_unsupported(config, cache)
-                found[name] = ""
-            except ValueError as error:
-                found[name] = str(error)
+            found[name] = refused(config, cache)
+            if name == "states on runner v2":
+                extra = config.kv_transfer_config.kv_connector_extra_config
+                with mock.patch.dict(extra, allow_untested_states_v2=True):
+                    found[f"{name}, allowed"] = refused(config, cache)
+                with mock.patch.dict(extra, allow_untested_states_v2=True, order="urgent"):
+                    found[f"{name}, allowed, in order urgent"] = refused(config, cache)
     return found
 
 
-def refused(config: Any) -> str:
-    """What a configuration is told that vLLM would not make on this device."""
+def refused(config: Any, cache: Any = None) -> str:
+    """What a configuration is told that vLLM would not make on this device. ``cache``: its KV cache, where known."""
     from kvpolicy_vllm.plugin.versions import refuse_unsupported  # here: stock vLLM does without the plugin
 
     try:
-        refuse_unsupported(config, None)
+        refuse_unsupported(config, cache)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -349,7 +350,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         from tests.vllm.symbolic import SymbolicWorker
 
         worker_class = WorkerBeside if job.get("beside") else SymbolicWorker
-        worker = worker_class(scheduler, list(arriving), BLOCK, job["seed"])
+        worker = worker_class(
+            scheduler, list(arriving), BLOCK, job["seed"], clears_first=job.get("model_runner_v2", False)
+        )
     schedule: list[Any] = []
     if hasattr(scheduler, "kvpolicy"):
         # The same draws at every run, and a suspension of swapping that lasts some steps on a machine of any speed.

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm import handed_over, scenarios
+from tests.vllm.album import album
 from tests.vllm.interruptions import interrupted
 from tests.vllm.pressed import pressed
 from tests.vllm.published import published
 
 ELSEWHERE = {
+    "album": album,
     "interrupted": interrupted,
     "pressed": pressed,
     "published": published,

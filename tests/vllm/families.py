@@ -19,6 +19,7 @@ from transformers import (
     GenerationConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -32,6 +33,7 @@ from transformers import (
 from kvpolicy_vllm.bench.models import make_tokenizer
 
 WINDOW = 128
+CHUNK = 64
 VOCABULARY = 2048
 SPREAD = 0.15
 """Standard deviation of the weights, wide enough that greedy text does not repeat itself at once."""
@@ -97,6 +99,13 @@ def mistral() -> PretrainedConfig:
     return MistralConfig(**COMMON, num_hidden_layers=4, sliding_window=WINDOW)
 
 
+def llama4() -> PretrainedConfig:
+    return Llama4TextConfig(
+        **COMMON, num_hidden_layers=4, intermediate_size_mlp=256, num_local_experts=4, num_experts_per_tok=1,
+        attention_chunk_size=CHUNK, no_rope_layers=[1, 1, 1, 0], architectures=["Llama4ForCausalLM"],
+    )  # fmt: skip
+
+
 def granite4() -> PretrainedConfig:
     return GraniteMoeHybridConfig(
         **COMMON, num_hidden_layers=4, layer_types=["mamba", "mamba", "attention", "mamba"], num_local_experts=0,
@@ -149,6 +158,18 @@ FAMILIES: dict[str, Family] = {
         gemma3, "sliding windows", ("FullAttentionSpec", *["SlidingWindowSpec"] * 5), engine={"block_size": 32}
     ),
     "mistral": Family(mistral, "sliding windows", ("SlidingWindowSpec",), engine={"block_size": 32}),
+    "llama-4": Family(
+        llama4,
+        "chunked local attention",
+        (*["ChunkedLocalAttentionSpec"] * 3, "FullAttentionSpec"),
+        engine={"block_size": 32},
+    ),
+    "llama-4, chunks stored whole": Family(
+        llama4,
+        "chunks stored whole",
+        ("FullAttentionSpec",),
+        engine={"block_size": 32, "disable_hybrid_kv_cache_manager": True, **NO_CACHING},
+    ),
     "granite-4": Family(granite4, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 3)),
     "nemotron-h": Family(nemotron_h, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 2)),
     "qwen3-next": Family(qwen3_next, "GDN states", ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16"),

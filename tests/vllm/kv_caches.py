@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -17,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.vllm.setups import KINDS, WINDOW
+from tests.vllm.setups import CHUNK, KINDS, WINDOW
 
 MODEL_TOKENS = 2048
 
@@ -29,6 +30,8 @@ def spec_of(kind: str, block: int, caching: bool) -> Any:
         return SlidingWindowSpec(block_size=block, sliding_window=WINDOW, **shape)
     if kind == "wide":
         return SlidingWindowSpec(block_size=2 * block, sliding_window=WINDOW, **shape | {"num_kv_heads": 2})
+    if kind == "chunk":
+        return ChunkedLocalAttentionSpec(block_size=block, attention_chunk_size=CHUNK, **shape)
     full = FullAttentionSpec(block_size=block, **shape)
     if kind == "full":
         return full

@@ -14,6 +14,7 @@ MAX_SHARED_TOKENS = 96
 
 WINDOW = 40
 """Tokens, no whole number of blocks."""
+CHUNK = 4 * BLOCK
 KINDS = {
     "full": ("full",),
     "two-full": ("full", "full"),
@@ -22,8 +23,10 @@ KINDS = {
     "full-windows": ("window", "full", "window"),
     "two-sizes": ("wide", "full"),
     "full-states": ("state", "full", "state"),
+    "full-chunks": ("chunk", "full", "chunk"),
 }
-"""Kinds of the groups of layers, by name. ``wide`` is a window whose blocks have twice the tokens."""
+"""Kinds of the groups of layers, by name. ``wide`` is a window whose blocks have twice the tokens; layers of kind
+``chunk`` attend to the tokens of the chunk that a token is in."""
 MAX_STATES = 2
 """Blocks of states that a request has at a time, of one group."""
 MAX_SESSIONS = 2
@@ -162,7 +165,7 @@ class Setup:
         seen = min(tokens, WINDOW + 2 * step_tokens + BLOCK)
         by_kind = {
             "full": tokens // BLOCK + 1, "window": seen // BLOCK + 1, "wide": seen // (2 * BLOCK) + 1,
-            "state": MAX_STATES,
+            "state": MAX_STATES, "chunk": min(tokens, CHUNK + 2 * step_tokens + BLOCK) // BLOCK + 1,
         }  # fmt: skip
         return sum(by_kind[kind] for kind in KINDS[self.layers])
 

@@ -50,7 +50,8 @@ class Saving:
 
 class SymbolicWorker:
     """Executes each step when it is scheduled, as an engine's worker does; draws its faults from ``seed`` and
-    ``rank``."""
+    ``rank``. ``clears_first``: whether the step's own writes come before its saves begin, as clearing blocks and
+    copying states do on vLLM's model runner v2."""
 
     def __init__(
         self,
@@ -60,11 +61,13 @@ class SymbolicWorker:
         seed: int,
         rank: int = 0,
         faults: Faults = Faults(),
+        clears_first: bool = False,
     ) -> None:
-        self._scheduler, self._requests, self._faults = scheduler, requests, faults
+        self._scheduler, self._requests, self._faults, self._clears_first = scheduler, requests, faults, clears_first
         self._rng = random.Random(f"faults {seed} {rank}")
         self._texts = {request.request_id: _text(request) for request in requests}
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in _groups(scheduler)]
+        self._chunks = [getattr(group.kv_cache_spec, "attention_chunk_size", None) for group in _groups(scheduler)]
         self._sizes = [group.kv_cache_spec.block_size for group in _groups(scheduler)]
         self._keeps_states = [not hasattr(group.kv_cache_spec, "num_kv_heads") for group in _groups(scheduler)]
         # A state takes one place of its block, whatever the tokens that the block stands for.
@@ -80,6 +83,7 @@ class SymbolicWorker:
         self._weights, self._steps, self._turns = 0, 0, 0
         self._wrong: list[str] = []
         self._counts = {"positions_read": 0, "partial_loads": 0, "resets": 0, "reset_when_loaded_and_waiting": 0}
+        self._counts["steps_with_held_blocks"] = 0
 
     def next_turn(self, session: Request) -> None:
         """New input has come for a session, whose text goes on differently from there."""
@@ -116,12 +120,14 @@ class SymbolicWorker:
         after the step."""
         self._steps += 1
         jobs: StepJobs = output.kv_connector_metadata
-        done = [transfer for job in jobs.saves for transfer in self._begin_save(job)]
-        for saving in self._saving:
-            self._read(saving, jobs.overwritten)
+        cleared = list(getattr(output, "new_block_ids_to_zero", None) or ())
+        done = [] if self._clears_first else self._begin_saves(jobs)
+        self._count_held(cleared)
         self.others_write()
-        self._device[list(getattr(output, "new_block_ids_to_zero", None) or ())] = NOTHING
+        self._device[cleared] = NOTHING
         ends = {name: self._compute(name, count) for name, count in output.num_scheduled_tokens.items()}
+        if self._clears_first:
+            done = self._begin_saves(jobs)
         for job in jobs.loads:
             self._begin_load(job)
         return ModelRunnerOutput(
@@ -133,6 +139,21 @@ class SymbolicWorker:
             pooler_output=[],
             kv_connector_output=self._finished(done),
         )
+
+    def _begin_saves(self, jobs: StepJobs) -> list[Transfer]:
+        """The transfers of those that fail."""
+        done = [transfer for job in jobs.saves for transfer in self._begin_save(job)]
+        for saving in self._saving:
+            self._read(saving, jobs.overwritten)
+        return done
+
+    def _count_held(self, cleared: list[int]) -> None:
+        """Where blocks are held until they are saved, none that is being saved may be among those that are cleared."""
+        pinned = self._scheduler.kvpolicy.copies.pinned
+        self._counts["steps_with_held_blocks"] += pinned is not None and pinned.any
+        lost = {block for saving in self._saving for block in saving.unread}.intersection(cleared)
+        if lost and self._clears_first and not self._counts["resets"]:  # after a reset nobody needs them
+            self._wrong.append(f"step {self._steps}: blocks {sorted(lost)} are cleared while they are saved")
 
     def others_write(self) -> None:
         """Called before a step computes: nobody else writes to the device here."""
@@ -155,9 +176,11 @@ class SymbolicWorker:
         return (self._weights * TOKENS + self._texts[name][:end]) * POSITIONS + np.arange(end)
 
     def _compute_layers(self, name: str, group: int, table: np.ndarray, start: int, right: np.ndarray) -> None:
-        """Of layers that attend to everything, or to a window that ends with the token computed."""
-        window, size = self._windows[group], self._sizes[group]
-        positions = np.arange(0 if window is None else max(0, start - window + 1), len(right))
+        """Of layers that attend to everything, to a window that ends with the token computed, or to the tokens of its
+        chunk."""
+        window, chunk, size = self._windows[group], self._chunks[group], self._sizes[group]
+        first = 0 if window is None else max(0, start - window + 1)
+        positions = np.arange(first if chunk is None else start // chunk * chunk, len(right))
         blocks, right = table[positions // size], right[positions]
         there, old = self._device[blocks, positions % size], positions < start
         different = np.flatnonzero((there != right) & old)

@@ -92,6 +92,10 @@ def test_what_a_plain_cache_is() -> None:
     )
     assert kv_layout.is_plain(full) and not kv_layout.attends_to_everything(full), "windows that are stored whole"
     assert kv_layout.kept_layers(full) == kv_layout.KeptLayers(4, 64, 0, False)
+    full.kv_cache_groups[0].kv_cache_spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32, attention_chunk_size=64
+    )
+    assert kv_layout.is_plain(full) and not kv_layout.attends_to_everything(full), "chunks that are stored whole"
     states = kv_layout.block_tables(kv_cache("full-states", BLOCKS, 16, caching=False))
     assert states is not None and states.block_sizes == (2048, 16, 2048)
     assert kv_layout.block_size(kv_cache("full-states", BLOCKS, 16, caching=False)) == 16

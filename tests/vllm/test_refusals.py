@@ -236,8 +236,6 @@ def test_several_block_tables(layers: str, messages: dict[str, str], request: py
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("ChunkedLocalAttentionSpec", marks=refused_feature("chunked local attention")),
-        pytest.param("attention_chunk_size", marks=refused_feature("chunked local attention")),
         pytest.param("MAMBA1", marks=refused_feature("Mamba1 states")),
         pytest.param("mode all", marks=refused_feature("--mamba-cache-mode all")),
         pytest.param("host", marks=refused_feature("KV cache groups in host memory")),
@@ -264,6 +262,9 @@ def test_latent_kv_and_states_are_told_by_the_configuration(
 def test_states_on_a_model_runner_that_overwrites_them(messages: dict[str, str]) -> None:
     if messages["serves block tables"]:
         assert "VLLM_USE_V2_MODEL_RUNNER=0" in messages["states on runner v2"]
+        assert '"allow_untested_states_v2": true' in messages["states on runner v2"]
+        assert messages["states on runner v2, allowed"] == messages["states beside attention, allowed"] == ""
+        assert "order urgent" in messages["states on runner v2, allowed, in order urgent"]
 
 
 def test_an_order_of_service_over_several_block_tables(messages: dict[str, str]) -> None:

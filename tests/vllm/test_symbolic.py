@@ -77,7 +77,8 @@ with_tables = pytest.mark.parametrize(
 @pytest.mark.feature("several KV cache groups")
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
 @pytest.mark.parametrize(
-    ("layers", "blocks"), [("two-full", 200), ("window", 60), ("full-window", 130), ("full-states", 180)]
+    ("layers", "blocks"),
+    [("two-full", 200), ("window", 60), ("full-window", 130), ("full-states", 180), ("full-chunks", 180)],
 )
 @modes
 @with_tables
@@ -89,6 +90,26 @@ def test_every_position_and_state_of_every_group_is_right(
     for result in runs(model, tmp_path, version, SEEDS_OF_LAYERS, resets=False, **more):
         assert_right(result)
         assert_eventful(result)
+
+
+@pytest.mark.feature("states on model runner v2")
+@pytest.mark.parametrize("more", [{}, {"scheduling": "priority"}, {"resets": True}], ids=["fcfs", "priority", "resets"])
+@pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
+@modes
+@with_tables
+def test_no_block_is_given_away_before_it_is_saved_where_a_step_overwrites_it_first(
+    version: str, asynchronous: bool, prefix_caching: bool, more: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    """On model runner v2 a step clears blocks and copies states before a connector is called: here the whole step
+    computes before its saves begin."""
+    if prefix_caching and "resets" in more:
+        pytest.skip("vLLM itself gives up on such a reset while somebody is being loaded")
+    runner = {"model_runner_v2": True, "plugin": harness.plugin("random:0.7", allow_untested_states_v2=True)}
+    size = {"layers": "full-states", "blocks": 180, "asynchronous": asynchronous, "prefix_caching": prefix_caching}
+    for result in runs(model, tmp_path, version, SEEDS_OF_LAYERS, **{"resets": False} | runner | size | more):
+        assert_right(result)
+        assert_eventful(result)
+        assert result["steps_with_held_blocks"] > 20
 
 
 @pytest.mark.feature("resets of the prefix cache")

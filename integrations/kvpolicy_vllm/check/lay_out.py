@@ -111,7 +111,8 @@ def groups_of(kv_cache: KVCacheConfig) -> list[dict[str, Any]]:
             "kind": type(group.kv_cache_spec).__name__,
             "layers": len(group.layer_names),
             "block_size": group.kv_cache_spec.block_size,
-            "window": getattr(group.kv_cache_spec, "sliding_window", None),
+            "window": getattr(group.kv_cache_spec, "sliding_window", None)
+            or getattr(group.kv_cache_spec, "attention_chunk_size", None),
         }
         for group in kv_cache.kv_cache_groups
     ]

@@ -224,6 +224,12 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether an otherwise idle engine should go on stepping, until copies have ended and metrics are reported."""
         return self.controller is not None and self.controller.unsettled
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free when saves have ended, so that nobody need be preempted for them. vLLM 0.32 and
+        later ask."""
+        pinned = None if self.controller is None else self.controller.copies.pinned
+        return pinned is not None and pinned.any
+
     def reset_cache(self) -> bool:
         self._controlling.forget_saved()
         return True

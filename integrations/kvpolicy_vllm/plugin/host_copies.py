@@ -15,6 +15,7 @@ from kvpolicy.events import TOOL_COPY, Preemption
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy_vllm.plugin.block_tables import Position
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, NO_SLOT, Direction, Job, StepJobs, Transfer
+from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ class CopyBook:
         self.loading = 0
         """Number of copies being loaded, including those of requests that are gone: their end must be waited for."""
         self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
+        self.pinned: PinnedBlocks | None = None
+        """Holds the device blocks of unfinished saves, so that no step writes to them; None where the workers save a
+        block before the step that is given it writes to it. The scheduler sets it."""
 
     def of(self, request_id: str) -> Copy | None:
         return self._of_request.get(request_id)
@@ -198,6 +202,8 @@ class CopyBook:
         for request_id in list(self._of_request):
             self.forget(request_id)
         self.pool.forget_keys()
+        if self.pinned is not None:  # what is still being saved will not be loaded
+            self.pinned.release_others(())
 
     def take_jobs(self, step: int, idle: bool, taken_of: Callable[[Iterable[int]], Set[int]]) -> StepJobs:
         """The workers' jobs in this step. ``taken_of``: those of some device blocks that a request has after
@@ -205,6 +211,7 @@ class CopyBook:
         if not (self._saves or self._loads or self._unread_saves):  # true in nearly every step
             return NOTHING_IDLE if idle else NOTHING
         saves = tuple(self._save_jobs())
+        self._release_saved()
         loads = tuple(self._load_job(copy) for copy in self._loads)
         self._loads = []
         overwritten = self._overwritten(taken_of)
@@ -236,7 +243,14 @@ class CopyBook:
                 self._unread_saves.pop(transfer.copy_id, None)
                 settled.append(Settled(sent.copy, sent.direction, tuple(sent.acks)))
                 self._settle(sent, settled[-1].ok)
+        self._release_saved()
         return settled
+
+    def _release_saved(self) -> None:
+        """Give back the device blocks that are held for saves which have ended, or which nobody needs any more."""
+        if self.pinned is not None and self.pinned.any:
+            sent = {block for one in self._sent.values() if one.direction == "save" for block in one.blocks}
+            self.pinned.release_others(sent.union(self._saves))
 
     def _settle(self, sent: Sent, ok: bool) -> None:
         self._queued_blocks[sent.direction] -= len(sent.blocks)
@@ -258,6 +272,8 @@ class CopyBook:
 
     def _queue_saves(self, blocks: list[HostBlock]) -> None:
         self._saves += blocks
+        if self.pinned is not None:
+            self.pinned.hold(blocks)
         self._queued_blocks["save"] += len(blocks)
         if self.pool.given_up:
             copy: Copy
@@ -299,7 +315,9 @@ class CopyBook:
 
     def _overwritten(self, taken_of: Callable[[Iterable[int]], Set[int]]) -> frozenset[int]:
         """Blocks of unfinished saves that the step may write to. Each is named for its save once: it is saved before
-        that step computes, and no later step has to wait for it."""
+        that step computes, and no later step has to wait for it. Blocks that are pinned are not written to."""
+        if self.pinned is not None:
+            return frozenset()
         overwritten: set[int] = set()
         for copy_id, sent in list(self._unread_saves.items()):
             if any(block.holders for block in sent.blocks):

@@ -45,8 +45,8 @@ def is_plain(kv_cache: KVCacheConfig) -> bool:
 def attends_to_everything(kv_cache: KVCacheConfig) -> bool:
     """Whether every layer is one of full attention with keys and values of its own."""
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
-    window = getattr(spec, "sliding_window", None)
-    return is_plain(kv_cache) and type(spec).__name__ == "FullAttentionSpec" and not window
+    limited = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return is_plain(kv_cache) and type(spec).__name__ == "FullAttentionSpec" and not limited
 
 
 def is_replicated(kv_cache: KVCacheConfig) -> bool:

@@ -22,15 +22,18 @@ from kvpolicy_vllm.plugin.connector_list import own_connector
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
 from kvpolicy_vllm.plugin.ordering import Ordering
+from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
 from kvpolicy_vllm.plugin.running_order import RunningOrder
 from kvpolicy_vllm.plugin.versions import (
     UnsupportedEngine,
     connectors_beside,
     drafts_beside,
     loads_beside,
+    overwrites_before_saves,
     refuse_connectors,
     refuse_offloading,
     warn_untested_connectors,
+    warn_untested_states,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +81,9 @@ class PolicyHooks:
         self.kvpolicy = own.controller
         self.kvpolicy.beside = connectors_beside(config)
         warn_untested_connectors(self.kvpolicy.beside)
+        if overwrites_before_saves(config, self.kv_cache_config):
+            warn_untested_states()
+            self.kvpolicy.copies.pinned = PinnedBlocks(self.kv_cache_manager.block_pool)
         self._cause: Cause = "reset"  # outside schedule() only a reset preempts requests
         self._forced_out: list[str] = []
         self.loaded_requests = LoadedRequests(self, self.kvpolicy.tables)

@@ -33,7 +33,7 @@ OLDEST_WITH_TABLES = (0, 32)
 there are several groups, and lay out the KV cache in another way."""
 OLDEST_WITH_DEFERRED_FREES = (0, 30)
 """For blocks that come free a step late. Earlier versions preempt request after request for them."""
-SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "MambaSpec")
+SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
 """Specifications of KV cache groups, by vLLM's names."""
 TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector")
 """Connectors that were tested beside kvpolicy's."""
@@ -163,9 +163,14 @@ def _refuse_device() -> None:
 
 
 def allows_untested(config: VllmConfig) -> bool:
-    """Whether the settings allow an untested vLLM. The settings themselves are checked later."""
+    """Whether the settings allow an untested vLLM."""
+    return _has_set(config, "allow_untested_version")
+
+
+def _has_set(config: VllmConfig, name: str) -> bool:
+    """Whether a setting is true. The settings themselves are checked later."""
     transfer = config.kv_transfer_config
-    return transfer is not None and own_settings(transfer).get("allow_untested_version") is True
+    return transfer is not None and own_settings(transfer).get(name) is True
 
 
 def _refuse_transfer_settings(config: VllmConfig) -> None:
@@ -289,12 +294,40 @@ def _refuse_model(config: VllmConfig) -> None:
     if model.is_hybrid:
         _refuse_older(config, "a model whose layers keep states beside attention")
         if config.use_v2_model_runner:
-            raise UnsupportedEngine(
-                "kvpolicy does not serve a model whose layers keep states beside attention on vLLM's model runner v2, "
-                "which overwrites blocks before they can be saved; set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
+            _refuse_overwritten(config, "a model whose layers keep states beside attention")
     if model.use_mla:
         _refuse_older(config, "an MLA model")
+
+
+def _refuse_overwritten(config: VllmConfig, what: str) -> None:
+    """Refuse to save from blocks that a step overwrites before it calls a connector, unless the settings have it, in an
+    order of service that reckons with blocks which come free late."""
+    if not _has_set(config, "allow_untested_states_v2"):
+        raise UnsupportedEngine(
+            f"kvpolicy does not serve {what} on vLLM's model runner v2, which overwrites blocks before they can be "
+            'saved; set VLLM_USE_V2_MODEL_RUNNER=0, or "allow_untested_states_v2": true in kv_connector_extra_config: '
+            "blocks are held until they are saved, which was never tested on a GPU"
+        )
+    if _ranks_itself(config):
+        raise UnsupportedEngine(
+            f"order {order_of(config)}: reckons with blocks that come free at once, and on vLLM's model runner v2 "
+            "those of a model with states are held until they are saved: leave the order out, or set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
+def overwrites_before_saves(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
+    """Whether a step clears new blocks, or copies states into them, before a connector can save what was there."""
+    clears = getattr(kv_cache, "needs_kv_cache_zeroing", False)  # not in all versions, nor is the model runner v2
+    return bool(clears and getattr(config, "use_v2_model_runner", False))
+
+
+def warn_untested_states() -> None:
+    """Log that blocks are held until they are saved."""
+    logger.warning(
+        "kvpolicy: states on vLLM's model runner v2 were never tested on a GPU; the blocks of a preempted request are "
+        "held until they are saved, for a step or more, in which nobody can have them"
+    )
 
 
 def _refuse_speculation(config: VllmConfig) -> None:
@@ -389,11 +422,8 @@ def _refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     _refuse_older(config, named, instead)
     if not all(hasattr(tensor, "layers") for tensor in kv_cache.kv_cache_tensors):  # a build without a version
         raise UnsupportedEngine(_older_message(named, instead))
-    if kv_cache.needs_kv_cache_zeroing and config.use_v2_model_runner:
-        raise UnsupportedEngine(
-            f"kvpolicy does not serve {named} on vLLM's model runner v2, which overwrites blocks of several precisions "
-            "or with states before they can be saved; set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
+    if overwrites_before_saves(config, kv_cache):
+        _refuse_overwritten(config, f"{named} of several precisions, or with states,")
 
 
 def _problem_of(group: Any) -> str:
@@ -403,8 +433,6 @@ def _problem_of(group: Any) -> str:
         return f"a KV cache group ({kind}) that is in host memory or may not be transferred"
     if kind not in SERVED_GROUPS:
         return f"KV cache groups of the kind {kind}, only {', '.join(SERVED_GROUPS)}"
-    if getattr(spec, "attention_chunk_size", None) is not None:  # of chunks that are stored whole, no engine is tested
-        return f"chunked local attention, whose chunks are stored whole here ({kind} with attention_chunk_size)"
     if kind != "MambaSpec":
         return ""
     state = getattr(spec.mamba_type, "name", str(spec.mamba_type))
