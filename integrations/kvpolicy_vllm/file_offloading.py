@@ -108,8 +108,11 @@ class BoundedFileTier(SecondaryTierManager):
         return LookupResult.HIT if there else LookupResult.MISS
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        for chain in self._chains(keys, req_context) if self.tier is not None else ():
-            self.tier.asked([self._salt + key for key in chain])
+        tier = self.tier
+        if tier is None:
+            return
+        for chain in self._chains(keys, req_context):
+            tier.asked([self._salt + key for key in chain])
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         if self.tier is None:

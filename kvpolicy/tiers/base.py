@@ -61,11 +61,16 @@ class Tier(Protocol):
     def lookup(self, chain: Chain) -> int:
         """Number of leading blocks that can be loaded. Changes nothing."""
 
+    def asked(self, chain: Chain) -> None:
+        """A request has this prompt."""
+
     def store(self, number: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
-        """Begin to store those blocks of a prompt that ``blocks`` has, by their indices in the chain; counts as a use of
-        the chain. Return the indices that are being stored: the others are there already, or there is no room for them
-        in the tier or in its queue. Their memory must stay unchanged until :meth:`finished` reports the number; where
-        nothing is being stored, it never does."""
+        """Begin to store those blocks of a prompt that ``blocks`` has, by their indices in the chain.
+
+        Return the indices that are being stored: the others are there already, or there is no room for them in the tier
+        or in its queue. Their memory must stay unchanged until :meth:`finished` reports the number, which no other
+        store or load has; where nothing is being stored, it never does.
+        """
 
     def load(self, number: int, blocks: Sequence[tuple[Key, Pieces]]) -> None:
         """Begin to load these blocks into memory, which is the tier's until :meth:`finished` reports the number."""

@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
@@ -60,10 +61,10 @@ class BlockFiles:
         page = aligned_memory(PAGE)
         for flag in (getattr(os, "O_DIRECT", 0), 0):
             try:
-                with _Opened(PROBE, WRITE | flag, self._folder.writing) as opened:
-                    os.writev(opened, [page])
-                with _Opened(PROBE, READ | flag, self._folder.writing) as opened:
-                    if os.readv(opened, [page]) == PAGE:
+                with _opened(PROBE, WRITE | flag, self._folder.writing) as opened:
+                    os.writev(opened, [page.data])
+                with _opened(PROBE, READ | flag, self._folder.writing) as opened:
+                    if os.readv(opened, [page.data]) == PAGE:
                         self.direct = flag
                         return
             except OSError as error:
@@ -77,8 +78,8 @@ class BlockFiles:
         self._layout.write_header(scratch.header, name.key, pieces)
         temporary = str(next(self._numbers))
         try:
-            with _Opened(temporary, WRITE | self.direct, self._folder.writing) as opened:
-                written = os.writev(opened, [scratch.header, *self._to_write(pieces, scratch)])
+            with _opened(temporary, WRITE | self.direct, self._folder.writing) as opened:
+                written = os.writev(opened, [part.data for part in (scratch.header, *self._to_write(pieces, scratch))])
                 if written != self._layout.file_bytes:
                     raise OSError(errno.ENOSPC, f"{written} of {self._layout.file_bytes} bytes were written")
             into = self._folder.by_digit[name.folder]
@@ -100,20 +101,27 @@ class BlockFiles:
     def read(self, name: BlockName, pieces: Pieces, scratch: Scratch) -> None:
         """Read a block into memory. Raises Damaged where the file does not hold it, and OSError as reading does."""
         fits = self._takes(pieces)
-        into = [scratch.header, *(pieces if fits else [scratch.block])]
-        wanted = sum(part.nbytes for part in into)
-        with _Opened(name.file, READ | self.direct, self._folder.by_digit[name.folder]) as opened:
-            found = os.fstat(opened)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > self._layout.file_bytes:
-                raise Damaged("foreign")
-            if found.st_size < self._layout.file_bytes or os.readv(opened, into) < wanted:
-                raise Damaged("truncated")
+        try:
+            self._fill(name, [scratch.header, *(pieces if fits else [scratch.block])])
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link
+                raise Damaged("foreign") from error
+            raise
         if not fits:
             at = 0
             for piece in pieces:
                 piece[:] = scratch.block[at : at + piece.nbytes]
                 at += piece.nbytes
         self._layout.verify(scratch.header, name.key, pieces)
+
+    def _fill(self, name: BlockName, memory: Pieces) -> None:
+        wanted = sum(part.nbytes for part in memory)
+        with _opened(name.file, READ | self.direct, self._folder.by_digit[name.folder]) as opened:
+            found = os.fstat(opened)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > self._layout.file_bytes:
+                raise Damaged("foreign")
+            if found.st_size < self._layout.file_bytes or os.readv(opened, [part.data for part in memory]) < wanted:
+                raise Damaged("truncated")
 
     def mark_used(self, name: BlockName) -> None:
         """Note the time of a use, by which blocks are ranked after a restart. Raises OSError."""
@@ -141,15 +149,11 @@ class BlockFiles:
             return  # it was never made, or the next process removes it
 
 
-class _Opened:
+@contextmanager
+def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
     """A file that is open inside a ``with``. An error of closing a file that was written is one of the write."""
-
-    def __init__(self, name: str, flags: int, folder: int) -> None:
-        self._name, self._flags, self._folder = name, flags, folder
-
-    def __enter__(self) -> int:
-        self._descriptor = os.open(self._name, self._flags, 0o600, dir_fd=self._folder)
-        return self._descriptor
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+    descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -103,7 +103,7 @@ def checksum(pieces: Pieces) -> bytes:
     """Of the bytes of all pieces, one after the other."""
     digest = blake3()
     for piece in pieces:
-        digest.update(piece)
+        digest.update(piece.data)
     return digest.digest(length=16)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class FileTier:
         """By digest of the key, blocks that can be loaded."""
         self._writing: dict[bytes, BlockName] = {}
         self._loading: Counter[bytes] = Counter()
-        self._removing: set[bytes] = set()
+        self._removing: dict[bytes, BlockName] = {}
         """Blocks that were given up and whose files are not gone for certain."""
         self._dropped: set[bytes] = set()
         """Blocks that were dropped while they were being written."""
@@ -87,7 +88,8 @@ class FileTier:
         """Open a tier, with the blocks that an earlier process left there.
 
         ``namespace``: what decides the bytes of a block beside its key, as JSON. ``policy``: a name of
-        :data:`kvpolicy.caching.KINDS`, which blocks to give up. ``queue_blocks``: blocks that wait to be stored, at most.
+        :data:`kvpolicy.caching.KINDS`, which blocks to give up. ``queue_blocks``: blocks that wait to be stored, at
+        most.
 
         Raises InputError for a directory or an argument that will not do, and OSError where nothing can be written to
         the directory.
@@ -144,12 +146,13 @@ class FileTier:
         return hits
 
     def asked(self, chain: Chain) -> None:
-        """A prompt has these blocks, and none of them is to be stored; a store says so by itself."""
-        self._asked([digest_of_key(key) for key in chain])
+        self._settle()
+        digests = [digest_of_key(key) for key in chain]
+        self._policy.asked(digests, self._policy.hits(digests))
 
     def store(self, number: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
+        self._settle()
         digests = [digest_of_key(key) for key in chain]
-        self._asked(digests)
         wanted = [index for index in sorted(blocks) if self._is_new(digests[index])]
         wanted = self._first(wanted, self._queue_blocks - len(self._writing), "refused_queue_full")
         evicted = self._evict(len(wanted), digests)
@@ -211,6 +214,9 @@ class FileTier:
         """End what is being written, forget what waits, and leave the folder to the next process. What has not ended is
         not reported any more; its memory is the caller's again."""
         self._threads.close()
+        for name in self._removing.values():
+            with suppress(OSError):
+                self._files.remove(name)
         self._folder.close()
 
     # ---- what is there ----
@@ -247,10 +253,6 @@ class FileTier:
     def _is_new(self, digest: bytes) -> bool:
         return digest not in self._there and digest not in self._writing and digest not in self._removing
 
-    def _asked(self, digests: Sequence[bytes]) -> None:
-        self._settle()
-        self._policy.asked(digests, self._policy.hits(digests))
-
     def _first(self, wanted: list[int], room: int, reason: str) -> list[int]:
         """As many of the leading ones as there is room for; the others are counted by the reason."""
         taken = wanted[: max(0, room)]
@@ -263,8 +265,8 @@ class FileTier:
         return self.capacity_blocks - len(self._policy) - self._stuck - len(self._removing) - idle
 
     def _evict(self, wanted: int, digests: Sequence[bytes]) -> list[BlockName]:
-        """Give up blocks so that ``wanted`` further ones have room, none of those of the prompt. Where there are folders
-        of processes that are gone, they are given up instead, and there is room later."""
+        """Give up blocks so that ``wanted`` further ones have room, none of those of the prompt. Where there are
+        folders of processes that are gone, they are given up instead, and there is room later."""
         excess = wanted - self._free()
         if excess <= 0:
             return []
@@ -272,10 +274,12 @@ class FileTier:
             self._clear_idle()
             return []
         protected = {*digests, *self._writing, *self._loading}
-        evicted = [self._there.pop(digest) for digest in self._policy.evict(excess, protected)]
+        evicted = [
+            self._there.pop(digest) for digest in self._policy.evict(excess, protected) if isinstance(digest, bytes)
+        ]
         self._counts["evicted"] += len(evicted)
         self._gone += [name.key for name in evicted]
-        self._removing.update(name.key for name in evicted)
+        self._removing.update((name.key, name) for name in evicted)
         return evicted
 
     def _clear_idle(self) -> None:
@@ -291,7 +295,7 @@ class FileTier:
         self._remove_later([self._there.pop(digest)])
 
     def _remove_later(self, names: Sequence[BlockName]) -> None:
-        self._removing.update(name.key for name in names)
+        self._removing.update((name.key, name) for name in names)
         for name in names:
             self._threads.store(partial(self._remove, name))
 
@@ -305,7 +309,7 @@ class FileTier:
             self._clear_idle()
         while self._removed:
             digest, gone = self._removed.popleft()
-            self._removing.discard(digest)
+            self._removing.pop(digest, None)
             self._stuck += not gone
         while self._results:
             number, kind, key, name, reason = self._results.popleft()

@@ -15,7 +15,7 @@ from typing import Any
 from kvpolicy.errors import InputError
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
-"""Of each file of weights so many pieces of so many bytes are read, evenly spaced, the first and the last among them."""
+"""Of each file of weights so many pieces of so many bytes are read, evenly spaced, from the first to the last."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 DESCRIPTIONS = (".json", ".py")
 """Endings of the small files that are read whole: configurations, indices of weights, code that comes with a model."""
@@ -34,8 +34,8 @@ def namespace_digest(namespace: Mapping[str, Any]) -> str:
 
 
 def weights_digest(model: Path) -> str:
-    """Digest of a model's weights and configurations, without reading all of them: names, sizes, and of files of weights
-    the time of the last change and evenly spaced samples.
+    """Digest of a model's weights and configurations, without reading all of them: names, sizes, and of files of
+    weights the time of the last change and evenly spaced samples.
 
     ``model``: its folder, or one file of weights. Raises InputError where there are no weights.
     """

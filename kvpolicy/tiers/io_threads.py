@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 State = TypeVar("State")
+Task = Callable[[State], object]
 
 
 class IoThreads(Generic[State]):
@@ -21,8 +22,8 @@ class IoThreads(Generic[State]):
     def __init__(self, threads: int, make_state: Callable[[], State]) -> None:
         self._make_state = make_state
         self._changed = threading.Condition()
-        self._loads: deque[Callable[[State], None]] = deque()
-        self._stores: deque[Callable[[State], None]] = deque()
+        self._loads: deque[Task[State]] = deque()
+        self._stores: deque[Task[State]] = deque()
         self._running = 0
         self._open = True
         self._threads = [
@@ -34,13 +35,13 @@ class IoThreads(Generic[State]):
         for thread in self._threads:
             thread.start()
 
-    def load(self, task: Callable[[State], None]) -> None:
+    def load(self, task: Task[State]) -> None:
         self._give(self._loads, task)
 
-    def store(self, task: Callable[[State], None]) -> None:
+    def store(self, task: Task[State]) -> None:
         self._give(self._stores, task)
 
-    def _give(self, queue: deque[Callable[[State], None]], task: Callable[[State], None]) -> None:
+    def _give(self, queue: deque[Task[State]], task: Task[State]) -> None:
         with self._changed:
             queue.append(task)
             self._changed.notify_all()

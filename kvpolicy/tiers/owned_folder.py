@@ -34,8 +34,8 @@ READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def open_private(path: Path | str, inside: int | None = None) -> int:
     """Descriptor of a folder that only this user can change, made with mode 0700 where it does not exist.
 
-    ``inside``: descriptor of the folder that ``path`` is in. Raises InputError for a link, for a folder of another user,
-    and for one that others can write to; OSError where it cannot be made or opened.
+    ``inside``: descriptor of the folder that ``path`` is in. Raises InputError for a link, for a folder of another
+    user, and for one that others can write to; OSError where it cannot be made or opened.
     """
     with suppress(FileExistsError):
         os.mkdir(path, 0o700, dir_fd=inside)
@@ -75,8 +75,8 @@ class OwnedFolder:
         """Lock a folder for blocks of this namespace, without what was being written there and without blocks that the
         manifest does not vouch for.
 
-        Raises InputError as :func:`open_private`, and where too many processes have folders; OSError where the directory
-        cannot be read or written.
+        Raises InputError as :func:`open_private`, and where too many processes have folders; OSError where the
+        directory cannot be read or written.
         """
         directory.parent.mkdir(parents=True, exist_ok=True)
         digest = namespace_digest(namespace)
@@ -112,11 +112,15 @@ class OwnedFolder:
     def _prepare(self, manifest: Mapping[str, Any]) -> None:
         self.writing = open_private(WRITING, self.folder)
         self.by_digit = {digit: open_private(digit, self.folder) for digit in FOLDERS}
-        for name in os.listdir(self.writing):
-            os.unlink(name, dir_fd=self.writing)
+        self._remove_unfinished()
         if self._manifest() != json.loads(json.dumps(manifest)):
             self.clear()
             self._write_manifest(json.dumps(manifest, indent=1).encode())
+
+    def _remove_unfinished(self) -> None:
+        with os.scandir(self.writing) as entries:
+            for entry in entries:
+                os.unlink(entry.name, dir_fd=self.writing)
 
     def _manifest(self) -> Any:
         try:
@@ -146,8 +150,7 @@ class OwnedFolder:
         """Remove what is left of unfinished files, and unlock the folder."""
         with suppress(OSError):
             os.utime(self._lock)
-            for name in os.listdir(self.writing):
-                os.unlink(name, dir_fd=self.writing)
+            self._remove_unfinished()
         for descriptor in (*self.by_digit.values(), self.writing, self.folder, self._lock):
             os.close(descriptor)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ def content(key: bytes, block_bytes: int = BLOCK_BYTES) -> NDArray[np.uint8]:
     return memory
 
 
-def opened(
-    directory: Path, blocks: int = 8, namespace: Mapping[str, Any] = NAMESPACE, **options: Any
-) -> FileTier:
+def opened(directory: Path, blocks: int = 8, namespace: Mapping[str, Any] = NAMESPACE, **options: Any) -> FileTier:
     """A tier for so many blocks."""
     block_bytes = options.pop("block_bytes", BLOCK_BYTES)
     return FileTier.open(directory, namespace, block_bytes, blocks * FILE_BYTES, **options)
@@ -57,6 +54,7 @@ def load(tier: FileTier, keys: Sequence[bytes], number: int = 2) -> Mapping[byte
     for key, memory in zip(keys, into, strict=True):
         assert (key in finished.done) != (key in finished.failed)
         assert key in finished.failed or np.array_equal(memory, content(key)), "a wrong content was taken for right"
+    tier.wait_idle()  # what has failed is removed
     return finished.failed
 
 
@@ -71,4 +69,4 @@ def bytes_of(directory: Path) -> int:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len([*Path("/proc/self/fd").iterdir()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,13 @@ def test_a_block_is_read_as_it_was_written(tmp_path: Path, direct: bool, size: i
     place = Place(tmp_path, size)
     block = content(b"a", size)
     cuts = [0, size // 3, size // 3, size // 2, size]
-    split = [block[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
-    for pieces in ([block], split, [np.array(piece) for piece in split], [block[n : n + 1] for n in range(min(size, 1500))]):
+    split = [block[begin:end] for begin, end in pairwise(cuts)]
+    for pieces in (
+        [block],
+        split,
+        [np.array(piece) for piece in split],
+        [block[n : n + 1] for n in range(min(size, 1500))],
+    ):
         if sum(piece.nbytes for piece in pieces) != size:
             continue
         place.files.write(NAME, pieces, place.scratch)
@@ -129,7 +135,9 @@ def test_a_write_replaces_what_is_there_at_once(place: Place) -> None:
         ("other block", "foreign"),
     ],
 )  # fmt: skip
-def test_a_file_that_does_not_hold_the_block(place: Place, direct: bool, damage: str, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_hold_the_block(
+    place: Place, direct: bool, damage: str, reason: str, tmp_path: Path
+) -> None:
     place.write()
     whole = place.path.read_bytes()
     changed = bytearray(whole)

@@ -53,7 +53,8 @@ def test_every_bit_of_the_block_counts(bit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "key"), [(BlockLayout(bytes([1] * 20), 100), KEY), (BlockLayout(bytes(20), 99), KEY), (LAYOUT, bytes(20))]
+    ("layout", "key"),
+    [(BlockLayout(bytes([1] * 20), 100), KEY), (BlockLayout(bytes(20), 99), KEY), (LAYOUT, bytes(20))],
 )
 def test_a_file_of_another_namespace_size_or_key_is_foreign(layout: BlockLayout, key: bytes) -> None:
     with pytest.raises(Damaged, match="foreign"):
@@ -64,7 +65,16 @@ def test_names_of_files_are_read_back_and_others_are_none() -> None:
     name = BlockName(KEY, NO_PARENT)
     assert BlockName.of_file(name.file) == name
     assert name.folder == name.file[0] == KEY.hex()[0]
-    for other in ("", "12", "lock", name.file.upper(), name.file[:-2], f"{name.file}-", f"{KEY.hex()}", f" {name.file}"):
+    for other in (
+        "",
+        "12",
+        "lock",
+        name.file.upper(),
+        name.file[:-2],
+        f"{name.file}-",
+        f"{KEY.hex()}",
+        f" {name.file}",
+    ):
         assert BlockName.of_file(other) is None
 
 
@@ -75,4 +85,8 @@ def test_a_file_is_whole_pages() -> None:
 def test_memory_is_aligned_or_not() -> None:
     memory = aligned_memory(2 * PAGE)
     assert is_aligned([memory, memory[PAGE:]])
-    assert not is_aligned([memory[1:]]) and not is_aligned([memory[:-1]]) and not is_aligned([memory, memory[8 : PAGE + 8]])
+    assert (
+        not is_aligned([memory[1:]])
+        and not is_aligned([memory[:-1]])
+        and not is_aligned([memory, memory[8 : PAGE + 8]])
+    )

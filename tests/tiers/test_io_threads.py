@@ -24,7 +24,7 @@ def test_no_load_waits_for_a_store_and_stores_keep_their_order() -> None:
     for number in range(3):
         threads.store(lambda state, number=number: state.append(f"store {number}"))  # type: ignore[misc]
     loaded = threading.Event()
-    threads.load(lambda state: (state.append("load"), loaded.set()) and None)
+    threads.load(lambda state: (state.append("load"), loaded.set()))
     assert loaded.wait(30), "a load waited for a store"
     go_on.set()
     threads.wait_idle()
@@ -37,9 +37,9 @@ def test_loads_that_wait_go_before_stores_that_wait() -> None:
     go_on, began = threading.Event(), [threading.Event(), threading.Event()]
     threads: IoThreads[None] = IoThreads(2, lambda: None)
     threads.start()
-    threads.store(lambda _: (began[0].set(), go_on.wait()) and None)
+    threads.store(lambda _: (began[0].set(), go_on.wait()))
     began[0].wait()
-    threads.load(lambda _: (began[1].set(), go_on.wait()) and None)
+    threads.load(lambda _: (began[1].set(), go_on.wait()))
     began[1].wait()
     threads.store(lambda _: done.append("store"))
     for _ in range(3):
@@ -55,7 +55,7 @@ def test_what_waits_is_forgotten_at_the_end_and_what_runs_ends() -> None:
     go_on, began = threading.Event(), threading.Event()
     threads: IoThreads[None] = IoThreads(2, lambda: None)
     threads.start()
-    threads.store(lambda _: (began.set(), go_on.wait(), done.append("ran")) and None)
+    threads.store(lambda _: (began.set(), go_on.wait(), done.append("ran")))
     began.wait()
     threads.store(lambda _: done.append("waited"))
     threading.Timer(0.05, go_on.set).start()

@@ -52,7 +52,7 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, mode: int) -> None:
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(mode)
-    with pytest.raises(InputError, match="changed by other users .*chmod it to 700"):
+    with pytest.raises(InputError, match=r"changed by other users .*chmod it to 700"):
         claim(tmp_path / "kv")
 
 
