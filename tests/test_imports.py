@@ -31,6 +31,7 @@ LAYERS = (
 _DECIDE = {
     "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
     "cost", "policy", "settings", "caching", "host_store", "load_growth", "order", "request_marks", "survival",
+    "tiers",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},

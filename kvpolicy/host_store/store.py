@@ -126,6 +126,32 @@ class HostStore:
                 self._join(block, copy)
             copy.blocks.append(block)
 
+    def bring(self, copy: HostCopy, count: int) -> list[HostBlock]:
+        """Slots, at most as many as are free, for contents that come from elsewhere than the device. A new copy keeps
+        them; nothing is found there before :meth:`brought`."""
+        self._copies[copy] = None
+        self._make_room(count)
+        for _ in range(min(count, len(self._unused))):
+            self.free -= 1
+            copy.blocks.append(HostBlock(None, None, [copy], self._unused.popleft()))
+        return [*copy.blocks]
+
+    def brought(self, chain: Chain, positions: Iterable[int], blocks: Iterable[HostBlock]) -> None:
+        """The contents of a chain at these positions have come to the slots of these blocks: they are found there from
+        now on, unless they have slots already."""
+        nodes = self._tree.nodes(chain)
+        for position, block in zip(positions, blocks, strict=True):
+            node = nodes[position]
+            known = self._by_key.get(node.key)
+            if known is None:
+                block.key, block.node = node.key, node
+                self._by_key[node.key] = block
+                self._tell_stored(block)
+            elif known.slot is None:  # only the device has it; what needs or watches it has the slot now
+                known.slot, block.slot, known.node = block.slot, None, known.node or node
+                self.free += not known.holders
+                self._tell_stored(known)
+
     def spoiled(self, block: HostBlock) -> None:
         """The block's save has failed: nothing is found by its key any more. Copies that need it are the caller's
         matter."""

@@ -41,9 +41,15 @@ logger = logging.getLogger(__name__)
 
 
 def controller_for(
-    settings: Settings, vllm_config: VllmConfig, kv_cache: KVCacheConfig, slots: int, block_bytes: int
+    settings: Settings,
+    vllm_config: VllmConfig,
+    kv_cache: KVCacheConfig,
+    slots: int,
+    block_bytes: int,
+    pool_count: int = 1,
 ) -> Controller:
-    """The controller of this engine core. ``slots``: number of slots of the host pool.
+    """The controller of this engine core. ``slots``: number of slots of the host pool; ``pool_count``: how many ranks
+    have one of their own.
 
     Raises as :func:`kvpolicy.policy.load`, a cost model's ``check_fit`` and
     :func:`kvpolicy_vllm.plugin.learner.remember` do.
@@ -68,7 +74,10 @@ def controller_for(
     copies = CopyBook(slots, parallel.world_size, block_bytes, cache)
     controller = Controller(core, decider, copies, page_bytes(kv_cache), time.monotonic, complain, load_policy, memory)
     if cache is not None:
-        prices.situation = controller.cache_prompts(key_in_cache).idle_situation
+        prompts = controller.cache_prompts(key_in_cache)
+        prices.situation = prompts.idle_situation
+        if settings.cache_files is not None:
+            prompts.keep_files(pool_count, time.monotonic)
     controller.keep_tables(block_tables(kv_cache))
     order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
     warn_of_unclaimable(order, classes)

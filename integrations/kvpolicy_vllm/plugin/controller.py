@@ -156,10 +156,10 @@ class Controller:
 
     @property
     def unsettled(self) -> bool:
-        """Whether an idle or paused engine should go on stepping: copies are under way, or metrics are unreported.
-
-        An engine that sleeps gives the device's memory up, so no copy may be left then."""
-        return self.metrics.urgent or self.copies.under_way
+        """Whether an idle or paused engine should go on stepping: copies are under way, or metrics are unreported. An
+        engine that sleeps gives the device's memory up, so no copy may be left then."""
+        files = self.prompts is not None and self.prompts.files_under_way
+        return self.metrics.urgent or self.copies.under_way or files
 
     # ---- from the scheduler ----
 
@@ -342,7 +342,7 @@ class Controller:
             self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
             preemptions = {job.copy_id: self.copies.preemption_of(job) for job in (*jobs.saves, *jobs.loads)}
             self.observers.tell("copies_begin", jobs, preemptions)
-        return jobs
+        return jobs if self.prompts is None else self.prompts.with_files(jobs)
 
     def _taken_of(self, block_ids: Iterable[int]) -> set[int]:
         """Those of the blocks that the step being scheduled may write to. Where the engine clears new blocks, it may do

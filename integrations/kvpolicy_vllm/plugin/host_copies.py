@@ -101,6 +101,8 @@ class CopyBook:
         self._cache = Copy(0, request_id=NO_REQUEST, preemption_id=CACHE_COPY)
         """What saves of contents that no copy needs are accounted to."""
         self.health = CopyHealth()
+        self.saved: Callable[[Iterable[HostBlock]], None] | None = None
+        """Called with the contents that a save has brought to host memory."""
         self._next_id = 0
         self._of_request: dict[str, Copy] = {}
         self._saves: list[HostBlock] = []
@@ -165,9 +167,7 @@ class CopyBook:
         copy.load_tokens = tokens
         self._queue_load(copy, wanted, block_ids)
 
-    def load_contents(
-        self, request_id: str, keys: Sequence[Hashable], block_ids: tuple[int, ...], tokens: int
-    ) -> None:
+    def load_contents(self, request_id: str, keys: Sequence[Hashable], block_ids: tuple[int, ...], tokens: int) -> None:
         """Queue the load of contents of other requests, of ``tokens`` tokens, into ``block_ids``."""
         copy = Copy(0, self._number(), request_id=request_id, preemption_id=CACHE_COPY)
         self._of_request[request_id] = copy
@@ -264,7 +264,10 @@ class CopyBook:
                 for block in sent.blocks:
                     self.pool.spoiled(block)
             self.pool.release(sent.copy)
-        elif not ok:
+        elif ok:
+            if self.saved is not None:
+                self.saved(block for block in sent.blocks if block.saved_by == copy_id)
+        else:
             for block in sent.blocks:
                 self._damage(block)
                 if self.pool.cache is not None and block.saved_by == copy_id:

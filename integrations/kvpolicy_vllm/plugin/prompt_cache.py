@@ -16,10 +16,13 @@ from kvpolicy.caching.guarded import Guarded
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
+from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, FileIndex
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.messages import StepJobs
 from kvpolicy_vllm.plugin.observers import Observers, Tally
 from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
 
+FILE_TIER = "files"
 WORTH_STEPS = 256
 """Steps for which it is remembered which lengths are worth storing: predictions change with the batch."""
 
@@ -63,10 +66,24 @@ class PromptCache:
         """Requests that hold blocks computed before the last reset, which are not what their keys stand for."""
         self._counted = {"stored": 0, "refused": 0, "evicted": 0}
         copies.pool.worth_storing = self._is_worth_storing
+        self.files: FileIndex | None = None
+        """None where prompts are not in files; see :meth:`keep_files`."""
+        self._asked_files: dict[str, float | None] = {}
+        """By request that waits for workers to say what is in files, since when; None where it was decided."""
+
+    def keep_files(self, ranks: int, clock: Callable[[], float]) -> None:
+        """Store prompts in files, too. ``ranks``: how many workers keep files."""
+
+        def count(event: str, blocks: int) -> None:
+            if blocks:
+                self._tally.add("cache_blocks", blocks, tier=FILE_TIER, event=event)
+
+        self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, clock, count)
+        self._copies.saved = self.files.saved
 
     def __len__(self) -> int:
         """Number of requests of which anything is remembered."""
-        return len(self._asked_blocks.keys() | self._found.keys() | self._stale)
+        return len(self._asked_blocks.keys() | self._found.keys() | self._asked_files.keys() | self._stale)
 
     def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
         self._scheduler, self._now = scheduler, clock
@@ -81,6 +98,8 @@ class PromptCache:
         prompt = [self._key_of(value) for value in request.block_hashes]
         self._asked_blocks[request.request_id] = len(prompt)
         self._copies.pool.asked(prompt)
+        if self.files is not None:
+            self.files.arrived(prompt)
 
     def given_back(self, request: Any) -> None:
         """The request is about to lose its blocks: what the device may lose of them from now on is watched."""
@@ -97,11 +116,14 @@ class PromptCache:
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
+        self._asked_files.pop(request.request_id, None)
         self._stale.discard(request.request_id)
 
     def forget(self) -> None:
         """Nothing that is on the device, or was found, may be used again, as after a change of weights."""
         self._found.clear()
+        if self.files is not None:
+            self.files.forget()
         if self._scheduler is not None:
             self._stale = {name for name, request in self._scheduler.requests.items() if request.num_computed_tokens}
 
@@ -167,15 +189,59 @@ class PromptCache:
                 self._tally.add("cache_blocks", blocks - self._counted[event], tier=HOST_TIER, event=event)
                 self._counted[event] = blocks
 
+    # ---- files ----
+
+    @property
+    def files_under_way(self) -> bool:
+        """Whether an otherwise idle engine should go on stepping, for what workers report of files."""
+        return self.files is not None and self.files.under_way
+
+    def with_files(self, jobs: StepJobs) -> StepJobs:
+        """A step's jobs, with those that concern files."""
+        prompts, stores, loads = ((), (), ()) if self.files is None else self.files.take_jobs()
+        if not (prompts or stores or loads):
+            return jobs
+        return replace(jobs, prompts=prompts, file_stores=stores, file_loads=loads)
+
+    def waits_for_files(self, request: Any, local_tokens: int) -> bool:
+        """Whether the request goes on in files, and is better admitted when that has come to host memory. Begins to
+        bring it there, once for each request."""
+        files, now = self.files, self._now()
+        if files is None or request.skip_reading_prefix_cache or self._copies.of(request.request_id) is not None:
+            return False
+        first = local_tokens // self._size
+        keys = self._keys(request, first, (int(request.num_tokens) - 1) // self._size)
+        first += self._copies.pool.leading(keys)
+        keys = keys[first - local_tokens // self._size :]
+        if not keys:
+            return False
+        if files.is_coming(keys[0]):
+            return True
+        if self._asked_files.get(request.request_id, now) is None:
+            return False
+        if not files.ready and now < (self._asked_files.setdefault(request.request_id, now) or now) + MAX_WAIT_S:
+            return True
+        self._asked_files[request.request_id] = None
+        blocks = files.leading(keys)
+        if not blocks or why_not_loadable(request, self._scheduler, self._copies, now):
+            return False
+        asked = local_tokens, first + blocks - local_tokens // self._size, 0
+        if not self._is_worth_loading(request, asked, files.read_s(blocks)):
+            return False
+        return files.fetch(self._keys(request, 0, first + blocks), first, blocks)
+
     # ---- prices ----
 
-    def _is_worth_loading(self, request: Any, asked: tuple[int, int, int]) -> bool:
+    def _is_worth_loading(self, request: Any, asked: tuple[int, int, int], read_s: float = 0.0) -> bool:
+        """``read_s``: seconds that the request waits first, for files."""
         local_tokens, blocks, _ = asked
         try:
             situation = prompt_situation(
                 self._scheduler, self._copies, local_tokens + blocks * self._size, local_tokens, self._now(), request
             )
-            return self._decider.loads_hit(situation)
+            loads = self._decider.loads_hit(situation)
+            costs = self._decider.hit_costs(situation) if loads and read_s else None
+            return loads and (costs is None or costs[0] > costs[1] + read_s)
         # The boundary between a policy and a server: a prompt can always be computed.
         except Exception:  # noqa: BLE001
             self._tally.add("cache_undecided")
