@@ -1,4 +1,4 @@
-"""What the scheduler knows of files: a content is there where all ranks have it, and slots are kept until all report."""
+"""What the scheduler knows of files: contents that all ranks have are there, and slots are kept until all report."""
 
 from __future__ import annotations
 

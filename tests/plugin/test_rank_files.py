@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from kvpolicy.tiers import FileTier, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier

@@ -106,7 +106,7 @@ def test_seeds_that_differ_from_server_to_server_are_refused(model: Path, monkey
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert hash_seed(config_of(model, prefix_caching_hash_algo="xxhash")) == "7"
     monkeypatch.delenv("PYTHONHASHSEED")
-    with pytest.raises(InputError, match="at random.* set the environment variable PYTHONHASHSEED to 0"):
+    with pytest.raises(InputError, match=r"at random.* set the environment variable PYTHONHASHSEED to 0"):
         hash_seed(config_of(model, prefix_caching_hash_algo="xxhash_cbor"))
     monkeypatch.setattr(file_namespace.kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "fixed", raising=False)
     assert hash_seed(config_of(model)) == "fixed"

@@ -11,7 +11,7 @@ have done, and the reason is counted. Counting, recording, measuring and learnin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +105,7 @@ class Controller:
             self.survival = AllOrNothing()
             self.observers.replace(SurvivalLearner, SurvivalLearner(self.survival))
 
-    def cache_prompts(self, key_of: Callable[[Any], Hashable]) -> PromptCache:
+    def cache_prompts(self, key_of: Callable[[Any], bytes]) -> PromptCache:
         """Find prompts in host memory; the copies have a caching policy. ``key_of``: see :class:`PromptCache`."""
         self.prompts = PromptCache(
             self.copies, self.decider, key_of, self.observers, self.metrics.tally, self._complain

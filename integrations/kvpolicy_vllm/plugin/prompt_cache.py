@@ -5,7 +5,7 @@ Imports no vLLM: everything is read from the scheduler object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -47,7 +47,7 @@ class PromptCache:
         self,
         copies: CopyBook,
         decider: Decider,
-        key_of: Callable[[Any], Hashable],
+        key_of: Callable[[Any], bytes],
         observers: Observers,
         tally: Tally,
         complain: Callable[[str], None],
@@ -266,7 +266,7 @@ class PromptCache:
     def _size(self) -> int:
         return int(self._scheduler.block_size)
 
-    def _keys(self, request: Any, first: int, end: int) -> list[Hashable]:
+    def _keys(self, request: Any, first: int, end: int) -> list[bytes]:
         return [self._key_of(value) for value in request.block_hashes[first:end]]
 
 
