@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpolicy.caching import spec as caching
 from kvpolicy.extensions import FORM, PREFIX, names_module
 from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, refuse_other, refuse_single, validate
 from kvpolicy.hardware.link import SimulatedLink
@@ -21,6 +22,7 @@ SEED = "Seed of all random draws."
 GIB = 1 << 30
 DEFAULT_HOST_GIB = 4.0
 """Host memory for evicted KV, of a server and of a simulated one."""
+DEFAULT_CACHE_FILES_GIB = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,23 @@ class ServerSettings:
     allow_python_policies: bool = option(f"Let --policy name a module whose code the server runs, {FORM}.", False)
     order: str = option(f"Order of service. {ORDERS}.", "fcfs")
     classes: Classes | None = option(CLASSES, None)
+    cache: str = option(
+        f"Caching policy by which host memory that no preempted request needs holds prompts. {caching.HELP}.",
+        caching.OFF,
+    )
+    cache_files: Path | None = option(
+        "Folder, on an NVMe drive, in which --cache also holds prompts, beyond restarts.",
+        None,
+        Rule("a folder, but is a file", lambda path: not path.is_file()),
+    )
+    cache_files_gib: float = option(
+        "Total size of these files over the ranks of one engine core, GiB.", DEFAULT_CACHE_FILES_GIB, POSITIVE
+    )
 
     def __post_init__(self) -> None:
         _refuse_object(self.policy)
         validate(self)
-        for name, value in (("policy", self.policy), ("order", self.order)):
+        for name, value in (("policy", self.policy), ("order", self.order), ("cache", self.cache)):
             if names_module(value.replace("/", ":") if name == "order" else value) and not self.allow_python_policies:
                 raise WrongValue(
                     name,
@@ -58,6 +72,9 @@ class ServerSettings:
                     '--allow-python-policies, in its settings "allow_python_policies": true',
                 )
         orders.load(self.order, self.allow_python_policies)
+        if self.cache_files is not None and self.cache == caching.OFF:
+            raise WrongValue("cache_files", "is given without a caching policy: give --cache, too, as --cache cost")
+        caching.load(self.cache, 1, allow_python=self.allow_python_policies)
 
 
 def _refuse_object(policy: object) -> None:

@@ -16,9 +16,9 @@ LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest", "request_marks"),
-    ("features", "hardware", "headroom", "host_store", "latency", "load_growth", "order", "survival", "workload"),
+    ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "trace"),
-    ("attribution",),
+    ("attribution", "host_store", "tiers"),
     ("cost", "datasets"),
     ("policy", "training"),
     ("evaluation", "settings", "simulator", "explanation"),
@@ -30,12 +30,14 @@ LAYERS = (
 
 _DECIDE = {
     "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
-    "cost", "policy", "settings", "host_store", "load_growth", "order", "request_marks", "survival",
+    "cost", "policy", "settings", "caching", "host_store", "load_growth", "order", "request_marks", "survival",
+    "tiers",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},
     "connector": set(),
     "offloading": {"caching"},
+    "file_offloading": {"errors", "settings", "tiers"},
     "launch": {"errors", "fields", "policy", "integrations", "settings"},
     "integration": {"integrations", "settings", "simulator"},
     "check": {"errors", "hardware", "settings"},
@@ -57,6 +59,7 @@ INTEGRATION_INSIDE = {
     "integration": {"launch", "bench", "check", "simulator"},
     "check": {"launch", "plugin", "bench"},
     "offloading": set(),
+    "file_offloading": set(),
     "plugin": set(),
     "simulator": {"plugin"},
     "bench": {"launch", "plugin", "simulator"},

@@ -6,7 +6,9 @@ from kvpolicy.caching.adaptive import Arc, S3Fifo
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.caching.by_cost import ByCost
 from kvpolicy.caching.by_use import Lfu, Lru
+from kvpolicy.caching.guarded import Guarded
 from kvpolicy.caching.prompt_replay import Replayed, chains_of, hindsight, replay
+from kvpolicy.caching.tree import Node, Tree
 
 KINDS: Mapping[str, type[CachingPolicy]] = {kind.name: kind for kind in (Lru, Lfu, Arc, S3Fifo, ByCost)}
 
@@ -15,10 +17,13 @@ __all__ = [
     "Arc",
     "ByCost",
     "CachingPolicy",
+    "Guarded",
     "Lfu",
     "Lru",
+    "Node",
     "Replayed",
     "S3Fifo",
+    "Tree",
     "chains_of",
     "hindsight",
     "replay",

@@ -16,12 +16,14 @@ from tests.vllm.album import album
 from tests.vllm.interruptions import interrupted
 from tests.vllm.pressed import pressed
 from tests.vllm.published import published
+from tests.vllm.waves import waves
 
 ELSEWHERE = {
     "album": album,
     "interrupted": interrupted,
     "pressed": pressed,
     "published": published,
+    "waves": waves,
     "prefills": handed_over.prefills,
     "decodes": handed_over.decodes,
 }

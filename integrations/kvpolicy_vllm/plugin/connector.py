@@ -18,13 +18,16 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.settings import GIB
+from kvpolicy.tiers import FileTier
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
+from kvpolicy_vllm.plugin.file_namespace import namespace_of, refuse_unnameable
 from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_replicated, says_where_layers_lie, segments_of_layers
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
+from kvpolicy_vllm.plugin.rank_files import RankFiles
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.versions import engine_version, platform, refuse_unsupported, warn_untested
 
@@ -61,7 +64,14 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
         else:
             warn_untested()
-            self.controller = controller_for(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
+            self.controller = controller_for(
+                self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes, pool_count
+            )
+        self._pool_count = pool_count
+        self.files: RankFiles | None = None
+        """This rank's files."""
+        if self.settings.cache_files is not None:
+            refuse_unnameable(vllm_config, kv_cache_config, self._shares)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._saved_step = -1
@@ -107,6 +117,19 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if leftover is not None:
             copier.take_over(leftover)
+        self._keep_files(copier)
+
+    def _keep_files(self, copier: Copier) -> None:
+        """Open this rank's files, or go on with them from and to the slots of another copier."""
+        directory = self.settings.cache_files
+        if self.files is not None:
+            self.files.copy_with(copier)
+        elif directory is not None:
+            config = self._vllm_config
+            pieces = [segment.shape[1] * segment.element_size() for segment in copier.device_segments]
+            namespace = namespace_of(config, self._kv_cache_config, int(config.parallel_config.rank), pieces)
+            capacity = int(self.settings.cache_files_gib * GIB) // self._pool_count
+            self.files = RankFiles(FileTier.open(directory, namespace, self.block_bytes, capacity), copier)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._save(kv_connector_metadata)
@@ -148,6 +171,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         jobs = self._connector_metadata
         idle = isinstance(jobs, StepJobs) and jobs.idle
         finished = self._working_copier.poll(idle)
+        if self.files is not None and isinstance(jobs, StepJobs):
+            self.files.begin(jobs)
         for load in finished:
             if not load.ok:
                 self._fail(load.job)
@@ -174,10 +199,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def build_connector_worker_meta(self) -> Transfers | None:
-        if self.copier is None or not self.copier.transfers:
+        reports = [] if self.files is None else self.files.reports()
+        if self.copier is None or not (self.copier.transfers or reports):
             return None
         done, self.copier.transfers = self.copier.transfers, []
-        return Transfers(done)
+        return Transfers(done, reports)
 
     # ---- scheduler side ----
 
@@ -191,6 +217,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        prompts = self._controlling.prompts
+        if prompts is not None and prompts.waits_for_files(request, num_computed_tokens):
+            return None, False
         tokens = self._controlling.loadable_tokens(request, num_computed_tokens)
         return tokens, tokens > 0
 
@@ -206,6 +235,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         done = connector_output.kv_connector_worker_meta
         if isinstance(done, Transfers):
             self._controlling.transferred(done.done)
+            prompts = self._controlling.prompts
+            if prompts is not None and prompts.files is not None:
+                prompts.files.acknowledge(done.files)
 
     def on_new_request(self, request: Request) -> None:
         self._controlling.arrived(request)
@@ -237,6 +269,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.controller is not None:
             self.controller.close()
+        if self.files is not None:
+            self.files.close()
 
     # ---- both ----
 

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 
 from kvpolicy.events import Direction, Transfer
 
-__all__ = ["NO_REQUEST", "NO_SLOT", "Direction", "Job", "StepJobs", "Transfer", "Transfers"]
+__all__ = [
+    "NO_REQUEST",
+    "NO_SLOT",
+    "Direction",
+    "FileJob",
+    "FileReport",
+    "Job",
+    "StepJobs",
+    "Transfer",
+    "Transfers",
+]
 
 NO_SLOT = -1
 NO_REQUEST = ""
@@ -34,6 +44,36 @@ class Job:
     """For a load: ``copy_id`` of the last save that it needs."""
 
 
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """One store or load of whole blocks between host slots and files, the same on every rank. The slots hold nothing
+    else until every rank has reported the number, which is never reused."""
+
+    number: int
+    keys: tuple[bytes, ...]
+    """Of the blocks, which follow each other in their prompt."""
+    slots: tuple[int, ...]
+    chain: tuple[bytes, ...] = ()
+    """For a store: the keys, after that of the block before them, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """From one rank: what became of a job, or of its files."""
+
+    number: int = 0
+    """0 for a report of no job."""
+    failed: tuple[bytes, ...] = ()
+    """Digests of the job's blocks that are not in this rank's files after a store, or not in its host slots after a
+    load."""
+    gone: tuple[bytes, ...] = ()
+    """Digests of blocks that were in its files and are not any more."""
+    found: tuple[bytes, ...] = ()
+    """Digests of blocks that an earlier server left in its files."""
+    ready: bool = False
+    """Whether all of those have been reported now."""
+
+
 @dataclass(slots=True)
 class StepJobs:
     """From scheduler to workers. Saves come before loads."""
@@ -50,6 +90,10 @@ class StepJobs:
     at_once: bool = False
     """Whether another connector may write to those blocks at any time from now on: they have to be off the device
     before the worker goes on."""
+    prompts: tuple[tuple[bytes, ...], ...] = ()
+    """Keys of the blocks of requests that have arrived, for the policy of files."""
+    file_stores: tuple[FileJob, ...] = ()
+    file_loads: tuple[FileJob, ...] = ()
 
 
 @dataclass(slots=True)
@@ -57,7 +101,8 @@ class Transfers:
     """From workers to scheduler: transfers that finished on the ranks in one step."""
 
     done: list[Transfer] = field(default_factory=list)
+    files: list[FileReport] = field(default_factory=list)
 
     def aggregate(self, other: Transfers) -> Transfers:
         """Join the transfers of two ranks."""
-        return Transfers(self.done + other.done)
+        return Transfers(self.done + other.done, self.files + other.files)

@@ -267,6 +267,14 @@ class Copier(ABC):
             raise CopyError("a block to load was never saved whole")
         return self._saved_s[slot]
 
+    def holds(self, slot: int) -> bool:
+        """Whether the host slot holds a whole block, so that it may be read."""
+        return slot in self._saved_s
+
+    def filled(self, slots: Iterable[int]) -> None:
+        """These host slots hold whole blocks that come from elsewhere than the device, and can be loaded."""
+        self._saved_s.update(dict.fromkeys(slots, self._clock()))
+
     def copies_on(self, device_segments: list[torch.Tensor]) -> bool:
         """Whether these are the same pieces of memory that this copier copies from and to."""
 

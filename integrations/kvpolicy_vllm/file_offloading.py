@@ -1,0 +1,236 @@
+"""kvpolicy's tier of files below the host memory of vLLM's own OffloadingConnector, from vLLM 0.32 on, by an entry of
+that connector's setting ``secondary_tiers``:
+
+    {"type": "BoundedFileTier", "module_path": "kvpolicy_vllm.file_offloading", "directory": "/nvme/kv", "max_gib": 500}
+
+Unlike vLLM's tier of files it is bounded, checks what it reads, keeps files private, and tells models apart by their
+weights. Needs neither kvpolicy's scheduler nor its connector, beside which vLLM's cannot serve.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Collection, Iterable
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import vllm
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvpolicy.errors import InputError
+from kvpolicy.settings import GIB
+from kvpolicy.tiers import FileTier, Finished, refuse_unsafe, weights_digest
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+logger = logging.getLogger(__name__)
+
+
+class BoundedFileTier(SecondaryTierManager):
+    """:class:`kvpolicy.tiers.FileTier` over the rows of vLLM's host memory, each of them a chunk of all ranks.
+
+    ``directory``: where the files are, at most ``max_gib`` of them. ``eviction_policy``: which chunks are given up, a
+    name of :data:`kvpolicy.caching.KINDS`. ``model_files``: the folder of the model's weights, where the server was not
+    started with a folder. ``identity``: a text that changes whenever anything else does that decides KV, as the weights
+    of a LoRA adapter that keeps its name.
+
+    Raises InputError where a setting will not do, and OSError where the directory cannot be written to.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        directory: str,
+        max_gib: float,
+        eviction_policy: str = "lru",
+        model_files: str = "",
+        identity: str = "",
+        locality: str | None = None,
+        backpressure_detector: BackpressureDetector | None = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._directory, self._max_bytes, self._policy = Path(directory), int(max_gib * GIB), eviction_policy
+        self._namespace = namespace_of(offloading_spec, self._rows.shape[1], model_files, identity)
+        refuse_unsafe(self._directory)
+        self._opened: FileTier | None = None
+        self._unusable = False
+        self._salt = b""
+        """Goes before every key."""
+        self._numbers = count()
+        self._job_of: dict[int, int] = {}
+        """By number of a store or a load, the job of vLLM that it is a part of."""
+        self._open: dict[int, int] = {}
+        """By job, its parts that have not ended."""
+        self._failed: dict[int, set[OffloadKey]] = {}
+        self._jobs: dict[int, TransferJob] = {}
+        self._ended: list[JobResult] = []
+
+    @property
+    def tier(self) -> FileTier | None:
+        """The files, opened at the first request: before that vLLM has not seeded its hashes. None where they cannot be
+        opened; the server goes on without them."""
+        if self._opened is None and not self._unusable:
+            warn_unless_reproducible()
+            namespace = {**self._namespace, "hash_seed": kv_cache_utils.NONE_HASH.hex()}
+            try:
+                self._opened = FileTier.open(
+                    self._directory, namespace, self._rows.shape[1], self._max_bytes, self._policy
+                )
+            except (InputError, OSError) as error:
+                self._unusable = True
+                logger.error("kvpolicy: serving without files: %s", error)
+        return self._opened
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        there = self.tier is not None and self.tier.lookup([self._salt + key])
+        return LookupResult.HIT if there else LookupResult.MISS
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        tier = self.tier
+        if tier is None:
+            return
+        for chain in self._chains(keys, req_context):
+            tier.asked([self._salt + key for key in chain])
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        if self.tier is None:
+            self._ended.append(JobResult(job_metadata.job_id, False))
+            return
+        chunk_of = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
+        failed = self._begin(job_metadata)
+        for chain in self._chains(job_metadata.keys, job_metadata.req_context):
+            number = next(self._numbers)
+            salted = [self._salt + key for key in chain]
+            there = {key for key in salted if self.tier.lookup([key])}
+            rows = {index: [self._rows[chunk_of[key]]] for index, key in enumerate(chain)}
+            taken = self.tier.store(number, salted, rows)
+            failed.update(chain[index] for index in {*rows} - {*taken} if salted[index] not in there)
+            if taken:
+                self._part(number, job_metadata)
+        self._settle(job_metadata.job_id)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        if self.tier is None:
+            self._ended.append(JobResult(job_metadata.job_id, False))
+            return
+        self._begin(job_metadata)
+        number = next(self._numbers)
+        self._part(number, job_metadata)
+        pairs = zip(job_metadata.keys, job_metadata.chunk_ids, strict=True)
+        self.tier.load(number, [(self._salt + key, [self._rows[chunk]]) for key, chunk in pairs])
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        if self._opened is not None:
+            for finished in self._opened.finished():
+                self._take(finished)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Wait for all jobs. vLLM calls this where it forgets its host memory, as after a change of weights: what is in
+        files is not found from then on, and what is stored after it is not found by another process."""
+        self._salt = uuid.uuid4().bytes
+        if self._opened is not None:
+            self._opened.wait_idle()
+
+    def shutdown(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    @staticmethod
+    def _chains(keys: Collection[OffloadKey], request: ReqContext) -> list[list[OffloadKey]]:
+        """The keys by KV cache group, each in the order of the request's tokens as far as vLLM says it."""
+        groups: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            groups.setdefault(get_offload_group_idx(key), []).append(key)
+        return [sorted(chain, key=lambda key: request.get_offload_key_position(key) or 0) for chain in groups.values()]
+
+    def _begin(self, job: TransferJob) -> set[OffloadKey]:
+        self._jobs[job.job_id], self._open[job.job_id] = job, 0
+        failed = self._failed[job.job_id] = set()
+        return failed
+
+    def _part(self, number: int, job: TransferJob) -> None:
+        self._job_of[number] = job.job_id
+        self._open[job.job_id] += 1
+
+    def _take(self, finished: Finished) -> None:
+        job_id = self._job_of.pop(finished.number)
+        self._failed[job_id].update(OffloadKey(key[len(key) - self._key_bytes(job_id) :]) for key in finished.failed)
+        self._open[job_id] -= 1
+        self._settle(job_id)
+
+    def _key_bytes(self, job_id: int) -> int:
+        """Length of the job's keys, which may have been salted."""
+        return len(next(iter(self._jobs[job_id].keys)))
+
+    def _settle(self, job_id: int) -> None:
+        """Report the job if no part of it is open."""
+        if self._open[job_id]:
+            return
+        job, failed = self._jobs.pop(job_id), self._failed.pop(job_id)
+        del self._open[job_id]
+        done = tuple(key for key in job.keys if key not in failed)
+        self._ended.append(JobResult(job_id, not failed, done if failed and job.is_promotion else None))
+
+
+def namespace_of(spec: OffloadingSpec, row_bytes: int, model_files: str, identity: str) -> dict[str, Any]:
+    """What decides the bytes of a chunk beside its key. Raises InputError where the weights are not known."""
+    config = spec.config
+    model = Path(model_files or config.model.name)
+    if not model.exists():
+        raise InputError(
+            f"model_files: the server's model is {config.model.name!r}, which is no path here; give the folder of its "
+            "weights, so that files are not taken for those of other weights"
+        )
+    return {
+        "engine": f"vllm {vllm.__version__}",
+        "weights": weights_digest(model),
+        "identity": identity,
+        "dtype": str(config.model.dtype),
+        "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "row_bytes": row_bytes,
+        "worker_bytes_per_block": config.worker_kv_bytes_per_block,
+        "ranks": [
+            getattr(config.parallel, name) for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+        ],
+        "layout": [config.kv_cache_layout, config.replicated_layout, config.canonical_layout],
+    }
+
+
+def warn_unless_reproducible() -> None:
+    """Log where another process hashes the same tokens otherwise, so that it finds none of this one's files."""
+    seed = getattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    fixed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    if os.getenv("PYTHONHASHSEED") is None and (seed is None or seed != fixed):
+        logger.warning(
+            "kvpolicy: vLLM's block hashes are seeded at random, so no later server finds the files of this one; set "
+            "PYTHONHASHSEED to a fixed number, or leave out --prefix-caching-hash-algo"
+        )

@@ -1,0 +1,216 @@
+"""The scheduler's account of files: which contents all ranks have there, and what is on its way from and to them.
+
+Contents go to files as they come to host memory, and come back to host memory before a request that continues there is
+admitted. So a request never waits with blocks for a file, and whatever fails, it is admitted with what host memory has.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvpolicy.host_store import HostBlock, HostCopy, HostStore
+from kvpolicy.tiers import digest_of_key
+from kvpolicy_vllm.plugin.messages import FileJob, FileReport
+
+SHARE = 4
+"""Of host slots, stores and loads of files hold at most one in so many."""
+MAX_WAIT_S = 10.0
+"""A request waits so long for its blocks to come from files, and is computed then."""
+Count = Callable[[str, int], None]
+
+
+@dataclass(slots=True, eq=False)
+class Under:
+    """A store or a load that some rank has not reported. Its copy keeps the slots."""
+
+    copy: HostCopy
+    keys: tuple[bytes, ...]
+    """As the workers know them."""
+    blocks: list[HostBlock]
+    chain: tuple[bytes, ...] = ()
+    """Of a load: keys in host memory of all blocks up to its last one."""
+    began_s: float = 0.0
+    reports: int = 0
+    failed: set[bytes] = field(default_factory=set)
+
+
+class FileIndex:
+    """One per engine core. ``ranks``: how many workers keep files, each its part of every block. ``count``: counts
+    blocks by what happened to them."""
+
+    def __init__(self, pool: HostStore, ranks: int, block_bytes: int, clock: Callable[[], float], count: Count) -> None:
+        self._pool, self._ranks, self._block_bytes = pool, ranks, block_bytes
+        self._clock, self._count = clock, count
+        self._salt = b""
+        self._there: dict[bytes, int] = {}
+        """By digest of a content's key, how many ranks have it."""
+        self._under: dict[int, Under] = {}
+        self._storing: set[bytes] = set()
+        """Keys of contents that are being stored, as the workers know them."""
+        self._coming: dict[bytes, Under] = {}
+        """Loads by the keys of their contents."""
+        self._ready = 0
+        """Ranks that have."""
+        self._numbers = 0
+        self._held = 0
+        self._prompts: list[tuple[bytes, ...]] = []
+        self._stores: list[FileJob] = []
+        self._loads: list[FileJob] = []
+        self._read_s = self._read_bytes = 0.0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether reports of workers are awaited."""
+        return bool(self._under) or not self.ready
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks have said what an earlier server left."""
+        return self._ready >= self._ranks
+
+    def leading(self, keys: Iterable[bytes]) -> int:
+        """How many of these contents are in files, up to the first one that is not."""
+        count = 0
+        for key in keys:
+            if self._there.get(digest_of_key(self._salt + key), 0) < self._ranks:
+                break
+            count += 1
+        return count
+
+    def read_s(self, blocks: int) -> float:
+        """Expected seconds until so many blocks are in host memory; 0 before any was loaded."""
+        return self._read_s / self._read_bytes * blocks * self._block_bytes if self._read_bytes else 0.0
+
+    def arrived(self, chain: Sequence[bytes]) -> None:
+        """A new request has this prompt."""
+        if chain:
+            self._prompts.append(tuple(self._salt + key for key in chain))
+
+    def saved(self, blocks: Iterable[HostBlock]) -> None:
+        """These contents have come to host memory: store those that may be of use and that files do not have."""
+        run: list[HostBlock] = []
+        for block in blocks:
+            if not self._is_wanted(block):
+                continue
+            assert block.node is not None
+            if run and block.node.parent is not run[-1].node:
+                self._store(run)
+                run = []
+            run.append(block)
+        if run:
+            self._store(run)
+
+    def _is_wanted(self, block: HostBlock) -> bool:
+        if not isinstance(block.key, bytes) or block.node is None or block.slot is None:
+            return False
+        key = self._salt + block.key
+        known = key in self._storing or self._there.get(digest_of_key(key), 0) >= self._ranks
+        return not known and self._pool.worth_storing(block.node.reach)
+
+    def _store(self, run: list[HostBlock]) -> None:
+        run = run[: self._room()]
+        if not run:
+            self._count("refused", 1)
+            return
+        node = run[0].node
+        assert node is not None
+        copy = HostCopy(0, loading=True)
+        held = [block.key for block in run if isinstance(block.key, bytes)]
+        self._pool.hold(copy, held)
+        keys = tuple(self._salt + key for key in held)
+        parent = None if node.parent is None else node.parent.key
+        before = (self._salt + parent,) if isinstance(parent, bytes) else ()
+        self._storing.update(keys)
+        self._begin(Under(copy, keys, list(run)), self._stores, (*before, *keys))
+
+    def fetch(self, chain: Sequence[bytes], first: int, count: int) -> bool:
+        """Bring ``count`` contents of a chain to host memory, from index ``first`` on; False where there is room for
+        none of them."""
+        count = min(count, self._room(), self._pool.free)
+        if count <= 0:
+            return False
+        copy = HostCopy(0, loading=True)
+        blocks = self._pool.bring(copy, count)
+        keys = tuple(self._salt + key for key in chain[first : first + count])
+        under = Under(copy, keys, blocks, tuple(chain[: first + count]), self._clock())
+        self._coming.update(dict.fromkeys(keys, under))
+        self._begin(under, self._loads)
+        return True
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether the content is on its way to host memory, and it has not taken too long."""
+        under = self._coming.get(self._salt + key)
+        return under is not None and self._clock() < under.began_s + MAX_WAIT_S
+
+    def take_jobs(self) -> tuple[tuple[tuple[bytes, ...], ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
+        """Keys of prompts that have arrived, stores and loads, since the last call."""
+        taken = tuple(self._prompts), tuple(self._stores), tuple(self._loads)
+        self._prompts, self._stores, self._loads = [], [], []
+        return taken
+
+    def acknowledge(self, reports: Iterable[FileReport]) -> None:
+        """Register what ranks report."""
+        for report in reports:
+            self._ready += report.ready
+            for digest in report.found:
+                self._there[digest] = self._there.get(digest, 0) + 1
+            under = self._under.get(report.number)
+            if under is not None:
+                under.failed.update(report.failed)
+                under.reports += 1
+                if under.reports == self._ranks:
+                    del self._under[report.number]
+                    self._settle(under)
+            for digest in report.gone:
+                self._there.pop(digest, None)
+
+    def forget(self) -> None:
+        """The keys stand for other contents from now on, as after a change of weights: nothing that was stored is
+        found, and nothing that will be stored is found by another server."""
+        self._salt = uuid.uuid4().bytes
+        self._there.clear()
+        self._coming.clear()
+        self._prompts = []
+        for under in self._under.values():
+            under.failed.update(map(digest_of_key, under.keys))
+
+    def _room(self) -> int:
+        return self._pool.total // SHARE - self._held
+
+    def _begin(self, under: Under, jobs: list[FileJob], chain: tuple[bytes, ...] = ()) -> None:
+        self._numbers += 1
+        self._under[self._numbers] = under
+        self._held += len(under.blocks)
+        slots = tuple(block.slot for block in under.blocks if block.slot is not None)
+        jobs.append(FileJob(self._numbers, under.keys, slots, chain))
+
+    def _settle(self, under: Under) -> None:
+        """All ranks have finished a store or a load."""
+        self._held -= len(under.blocks)
+        done = [digest_of_key(key) not in under.failed for key in under.keys]
+        if under.chain:
+            self._loaded(under, done)
+        else:
+            self._storing.difference_update(under.keys)
+            for key, ok in zip(under.keys, done, strict=True):
+                if ok:
+                    self._there[digest_of_key(key)] = self._ranks
+            self._count("stored", sum(done))
+            self._count("store_failed", len(done) - sum(done))
+        self._pool.release(under.copy)
+
+    def _loaded(self, under: Under, done: Sequence[bool]) -> None:
+        for key, ok in zip(under.keys, done, strict=True):
+            if self._coming.get(key) is under:
+                del self._coming[key]
+            if not ok:
+                self._there.pop(digest_of_key(key), None)
+        right = [block for block, ok in zip(under.blocks, done, strict=True) if ok]
+        places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]
+        self._pool.brought(under.chain, places, right)
+        self._read_s += self._clock() - under.began_s
+        self._read_bytes += len(done) * self._block_bytes
+        self._count("loaded", len(right))
+        self._count("load_failed", len(done) - len(right))

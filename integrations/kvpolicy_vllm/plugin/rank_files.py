@@ -1,0 +1,99 @@
+"""A rank's files of KV on the worker side: executes the scheduler's jobs from and to host slots, in the background."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvpolicy.tiers import FileTier, Pieces, digest_of_key
+from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Copier
+from kvpolicy_vllm.plugin.messages import FileJob, FileReport, StepJobs
+
+FOUND_AT_ONCE = 20_000
+"""Digests of blocks of an earlier server that one report has, at most: reports go through vLLM's own messages."""
+
+
+class RankFiles:
+    """The files of one rank. A job names blocks and host slots; every job is reported once, whatever happens to it."""
+
+    def __init__(self, tier: FileTier, copier: Copier) -> None:
+        self._tier, self._copier = tier, copier
+        self._memory = host_rows(copier)
+        self._reports: list[FileReport] = []
+        self._open: dict[int, tuple[FileJob, set[bytes]]] = {}
+        """Jobs under way, by number, with the digests of blocks that have failed already."""
+        self._last: StepJobs | None = None
+        self._stale: set[int] = set()
+        """Numbers of loads into memory that is not used any more."""
+        found = tier.digests()
+        self._found = deque([found[at : at + FOUND_AT_ONCE] for at in range(0, len(found), FOUND_AT_ONCE)] or [[]])
+
+    def copy_with(self, copier: Copier) -> None:
+        """Use the host slots of another copier from now on. Waits for what is under way; loads fail."""
+        self._tier.wait_idle()
+        self._stale |= {number for number, (job, _) in self._open.items() if not job.chain}
+        self._copier, self._memory = copier, host_rows(copier)
+
+    def begin(self, jobs: StepJobs) -> None:
+        """Begin a step's jobs, once, however often they are given."""
+        if jobs.idle and self._open:
+            time.sleep(IDLE_NAP_S)  # nothing else is to be done
+        if jobs is self._last:
+            return
+        self._last = jobs
+        for prompt in jobs.prompts:
+            self._tier.asked(prompt)
+        for job in jobs.file_stores:
+            self._store(job)
+        for job in jobs.file_loads:
+            self._open[job.number] = job, set()
+            self._tier.load(job.number, [*zip(job.keys, map(self._pieces, job.slots), strict=True)])
+
+    def _store(self, job: FileJob) -> None:
+        first = job.chain.index(job.keys[0])
+        wanted = {first + place: self._pieces(slot) for place, slot in enumerate(job.slots) if self._copier.holds(slot)}
+        refused = {key for key in job.keys if not self._tier.lookup([key])}
+        taken = self._tier.store(job.number, job.chain, wanted)
+        failed = {digest_of_key(key) for key in refused - {job.chain[index] for index in taken}}
+        if taken:
+            self._open[job.number] = job, failed
+        else:
+            self._reports.append(FileReport(job.number, failed=tuple(failed)))
+
+    def _pieces(self, slot: int) -> Pieces:
+        return [rows[slot] for rows in self._memory]
+
+    def reports(self) -> list[FileReport]:
+        """What has happened since the last call."""
+        for finished in self._tier.finished():
+            job, failed = self._open.pop(finished.number)
+            failed.update(map(digest_of_key, finished.failed))
+            if finished.number in self._stale:
+                self._stale.discard(finished.number)
+                failed.update(map(digest_of_key, job.keys))
+            if finished.kind == "load":
+                pairs = zip(job.keys, job.slots, strict=True)
+                self._copier.filled(slot for key, slot in pairs if digest_of_key(key) not in failed)
+            self._reports.append(FileReport(finished.number, failed=tuple(failed)))
+        gone = self._tier.take_gone()
+        reports, self._reports = self._reports, []
+        if self._found:
+            found = self._found.popleft()
+            reports.append(FileReport(found=tuple(found), ready=not self._found))
+        if gone:
+            reports.append(FileReport(gone=tuple(gone)))
+        return reports
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def host_rows(copier: Copier) -> list[NDArray[np.uint8]]:
+    """The host slots as bytes: arrays of shape (slots, bytes) that together hold a block each row."""
+    arena = getattr(copier, "arena", None)
+    tensors = copier.host_segments if arena is None else [arena]
+    return [tensor.view(torch.uint8).numpy() for tensor in tensors]

@@ -1,0 +1,21 @@
+"""Tiers of KV memory below the device's: what they do, and one of files."""
+
+from kvpolicy.tiers.base import Chain, Finished, Key, Pieces, Tier, Usage
+from kvpolicy.tiers.block_format import digest_of_key
+from kvpolicy.tiers.file_tier import FileTier
+from kvpolicy.tiers.identity import namespace_digest, weights_digest
+from kvpolicy.tiers.owned_folder import refuse_unsafe
+
+__all__ = [
+    "Chain",
+    "FileTier",
+    "Finished",
+    "Key",
+    "Pieces",
+    "Tier",
+    "Usage",
+    "digest_of_key",
+    "namespace_digest",
+    "refuse_unsafe",
+    "weights_digest",
+]

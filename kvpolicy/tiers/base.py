@@ -1,0 +1,84 @@
+"""What every tier of KV memory does, and what it says of itself.
+
+A tier holds KV blocks by content. A key names a content: the engine's hash of the block's tokens and of all tokens
+before them, with what else decides the content, such as an adapter or a cache salt. A block is of use only where all
+blocks before it are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Key = bytes
+Chain = Sequence[Key]
+"""The blocks of a prompt, its first one first, none of them twice."""
+Pieces = Sequence[NDArray[np.uint8]]
+"""Host memory of one block: contiguous arrays of one dimension, one after the other."""
+Kind = Literal["store", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A store or a load that has ended. Its memory is the caller's again."""
+
+    number: int
+    """As the caller gave it."""
+    kind: Kind
+    done: tuple[Key, ...]
+    """Blocks that were stored, or loaded whole and unchanged."""
+    failed: Mapping[Key, str]
+    """The others, each with the reason. A block that was to be loaded and is here counts as not there: what its memory
+    holds is undefined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a tier holds now, and what has happened to it since it was opened."""
+
+    blocks: int
+    """Blocks that can be loaded."""
+    used_bytes: int
+    """Bytes of these and of all that is being stored or removed, as they take place on the medium."""
+    capacity_bytes: int
+    queued_blocks: int
+    """Blocks whose store has not ended."""
+    counts: Mapping[str, int]
+    """Blocks by what happened to them, for instance "stored", "loaded", "refused_queue_full", "missed_corrupt"."""
+
+
+class Tier(Protocol):
+    """Stores and loads in the background: no method waits for the medium.
+
+    Faults of the medium are no exceptions: a block that cannot be stored is not there, and one that cannot be loaded
+    whole and unchanged is reported as such by :meth:`finished`. All methods are called from one thread.
+    """
+
+    def lookup(self, chain: Chain) -> int:
+        """Number of leading blocks that can be loaded. Changes nothing."""
+
+    def asked(self, chain: Chain) -> None:
+        """A request has this prompt."""
+
+    def store(self, number: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
+        """Begin to store those blocks of a prompt that ``blocks`` has, by their indices in the chain.
+
+        Return the indices that are being stored: the others are there already, or there is no room for them in the tier
+        or in its queue. Their memory must stay unchanged until :meth:`finished` reports the number, which no other
+        store or load has; where nothing is being stored, it never does.
+        """
+
+    def load(self, number: int, blocks: Sequence[tuple[Key, Pieces]]) -> None:
+        """Begin to load these blocks into memory, which is the tier's until :meth:`finished` reports the number."""
+
+    def finished(self) -> list[Finished]:
+        """Stores and loads that ended since the last call, each once."""
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Give up these blocks."""
+
+    def usage(self) -> Usage: ...

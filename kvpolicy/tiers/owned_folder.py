@@ -1,0 +1,246 @@
+"""The folder that one process keeps its block files in, private, and locked as long as the process lives.
+
+    DIRECTORY/<digest of the namespace>/<number>/   lock, manifest.json, writing/, 0/ to f/
+
+The first process with a namespace locks number 0. A second one at the same time gets number 1, a folder of its own:
+only one process writes to a folder or gives up its files, and each keeps to its own bound. The lock goes with the
+process, however it ends. The next one finds the blocks, and removes from ``writing`` what was being written.
+
+Files are opened relative to open folders and never through links, so nobody can put another folder in their place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import InputError
+from kvpolicy.tiers.block_format import FOLDERS, BlockName
+from kvpolicy.tiers.identity import namespace_digest
+
+LOCK, MANIFEST, WRITING = "lock", "manifest.json", "writing"
+MAX_PROCESSES = 64
+"""That have folders for one namespace in one directory at the same time."""
+READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_private(path: Path | str, inside: int | None = None) -> int:
+    """Descriptor of a folder that only this user can change, made with mode 0700 where it does not exist.
+
+    ``inside``: descriptor of the folder that ``path`` is in. Raises InputError for a link, for a folder of another
+    user, and for one that others can write to; OSError where it cannot be made or opened.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700, dir_fd=inside)
+    try:
+        opened = os.open(path, READ_FOLDER, dir_fd=inside)
+    except OSError as error:
+        if stat.S_ISLNK(os.stat(path, dir_fd=inside, follow_symlinks=False).st_mode):
+            raise InputError(f"{path} is a link; give the folder itself") from error
+        raise
+    found = os.fstat(opened)
+    if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return opened
+    os.close(opened)
+    if found.st_uid != os.geteuid():
+        raise InputError(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}; give a folder of your own")
+    raise InputError(f"{path} can be changed by other users (mode {found.st_mode & 0o777:o}); chmod it to 700")
+
+
+def refuse_unsafe(directory: Path) -> None:
+    """Make the directory, where it does not exist. Raises InputError and OSError as :func:`open_private`."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    os.close(open_private(directory))
+
+
+class OwnedFolder:
+    """Descriptors of a folder and of those in it, until :meth:`close`."""
+
+    def __init__(self, path: Path, folder: int, lock: int) -> None:
+        self.path = path
+        """For messages: files are opened relative to the descriptors."""
+        self.folder, self._lock = folder, lock
+        self.writing = -1
+        self.by_digit: dict[str, int] = {}
+
+    @classmethod
+    def claim(cls, directory: Path, namespace: Mapping[str, Any], block_bytes: int) -> OwnedFolder:
+        """Lock a folder for blocks of this namespace, without what was being written there and without blocks that the
+        manifest does not vouch for.
+
+        Raises InputError as :func:`open_private`, and where too many processes have folders; OSError where the
+        directory cannot be read or written.
+        """
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        digest = namespace_digest(namespace)
+        outer = open_private(directory)
+        try:
+            inner = open_private(digest, outer)
+        finally:
+            os.close(outer)
+        try:
+            for number in range(MAX_PROCESSES):
+                owned = cls._try_claim(directory / digest / str(number), inner)
+                if owned is not None:
+                    owned._prepare({"version": 1, "block_bytes": block_bytes, "namespace": dict(namespace)})
+                    return owned
+        finally:
+            os.close(inner)
+        raise InputError(f"{directory}: {MAX_PROCESSES} processes keep blocks of this model there; give another folder")
+
+    @classmethod
+    def _try_claim(cls, path: Path, inside: int) -> OwnedFolder | None:
+        """The folder, locked; None where another process has locked it."""
+        folder = open_private(path.name, inside)
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            os.close(folder)
+            return None
+        os.utime(lock)
+        return cls(path, folder, lock)
+
+    def _prepare(self, manifest: Mapping[str, Any]) -> None:
+        self.writing = open_private(WRITING, self.folder)
+        self.by_digit = {digit: open_private(digit, self.folder) for digit in FOLDERS}
+        self._remove_unfinished()
+        if self._manifest() != json.loads(json.dumps(manifest)):
+            self.clear()
+            self._write_manifest(json.dumps(manifest, indent=1).encode())
+
+    def _remove_unfinished(self) -> None:
+        with os.scandir(self.writing) as entries:
+            for entry in entries:
+                os.unlink(entry.name, dir_fd=self.writing)
+
+    def _manifest(self) -> Any:
+        try:
+            opened = os.open(MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder)
+            with os.fdopen(opened, "rb") as file:
+                return json.loads(file.read())
+        except (OSError, ValueError):
+            return None
+
+    def _write_manifest(self, text: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(MANIFEST, flags, 0o600, dir_fd=self.writing), "wb") as file:
+            file.write(text)
+        os.rename(MANIFEST, MANIFEST, src_dir_fd=self.writing, dst_dir_fd=self.folder)
+
+    def blocks(self) -> Iterator[tuple[BlockName, os.stat_result]]:
+        """The block files that are there. Others are left alone."""
+        for digit, folder in self.by_digit.items():
+            yield from blocks_in(folder, digit)
+
+    def clear(self) -> None:
+        """Remove all block files. Raises OSError where one cannot be removed."""
+        for name, _ in list(self.blocks()):
+            os.unlink(name.file, dir_fd=self.by_digit[name.folder])
+
+    def close(self) -> None:
+        """Remove what is left of unfinished files, and unlock the folder."""
+        with suppress(OSError):
+            os.utime(self._lock)
+            self._remove_unfinished()
+        for descriptor in (*self.by_digit.values(), self.writing, self.folder, self._lock):
+            os.close(descriptor)
+
+
+def blocks_in(folder: int, digit: str) -> Iterator[tuple[BlockName, os.stat_result]]:
+    """The block files in the folder of that digit; links and all that is named otherwise are none."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = BlockName.of_file(entry.name)
+            if name is None or name.folder != digit:
+                continue
+            with suppress(FileNotFoundError):
+                found = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(found.st_mode):
+                    yield name, found
+
+
+@dataclass(frozen=True, slots=True)
+class IdleFolder:
+    """A folder that no process has locked."""
+
+    path: Path
+    used_bytes: int
+    used_s: float
+    """When it was claimed or left last; seconds since the epoch."""
+
+    def clear(self) -> bool:
+        """Remove its block files; False where a process has locked it meanwhile. Raises OSError as unlinking does."""
+        locked = _locked(self.path)
+        if locked is None:
+            return False
+        try:
+            for digit in FOLDERS:
+                with suppress(FileNotFoundError):
+                    folder = os.open(digit, READ_FOLDER, dir_fd=locked[0])
+                    try:
+                        for name, _ in list(blocks_in(folder, digit)):
+                            os.unlink(name.file, dir_fd=folder)
+                    finally:
+                        os.close(folder)
+        finally:
+            _unlock(locked)
+        return True
+
+
+def idle_folders(directory: Path, apart_from: Path) -> list[IdleFolder]:
+    """The folders of all namespaces that no process has locked, the one used longest ago first."""
+    found = []
+    for path in directory.glob(f"{'[0-9a-f]' * 40}/*"):
+        if path == apart_from:
+            continue
+        with suppress(OSError):
+            locked = _locked(path)
+            if locked is not None:
+                try:
+                    found.append(IdleFolder(path, _used_bytes(locked[0]), os.fstat(locked[1]).st_mtime))
+                finally:
+                    _unlock(locked)
+    return sorted(found, key=lambda folder: folder.used_s)
+
+
+def _locked(path: Path) -> tuple[int, int] | None:
+    """Descriptors of a folder and of its lock, which is taken; None where a process has locked it. Raises OSError where
+    it is no folder of blocks."""
+    folder = os.open(path, READ_FOLDER)
+    try:
+        lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        os.close(folder)
+        raise
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _unlock((folder, lock))
+        return None
+    return folder, lock
+
+
+def _unlock(locked: tuple[int, int]) -> None:
+    for descriptor in locked:
+        os.close(descriptor)
+
+
+def _used_bytes(folder: int) -> int:
+    total = 0
+    for digit in FOLDERS:
+        with suppress(FileNotFoundError):
+            opened = os.open(digit, READ_FOLDER, dir_fd=folder)
+            try:
+                total += sum(found.st_size for _, found in blocks_in(opened, digit))
+            finally:
+                os.close(opened)
+    return total

@@ -1,0 +1,198 @@
+"""What the scheduler knows of files: contents that all ranks have are there, and slots are kept until all report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from kvpolicy.caching.by_use import Lru
+from kvpolicy.host_store import HostBlock, HostStore
+from kvpolicy.tiers import digest_of_key
+from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, SHARE, FileIndex
+from kvpolicy_vllm.plugin.messages import FileJob, FileReport
+
+SLOTS = 16
+CHAIN = [b"a", b"b", b"c"]
+
+
+class Core:
+    """Host memory with a cache, an index of files, and a clock."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.pool = HostStore(SLOTS, Lru(SLOTS))
+        self.now, self.counts = 0.0, Counter[str]()
+        self.index = FileIndex(self.pool, ranks, 100, lambda: self.now, self._count)
+        self.ranks = ranks
+        self._places = 0
+
+    def _count(self, event: str, blocks: int) -> None:
+        self.counts[event] += blocks
+
+    def save(self, chain: Sequence[bytes]) -> list[HostBlock]:
+        """The device loses the contents of a chain, and they are in host memory then."""
+        places = range(self._places, self._places + len(chain))
+        self._places += len(chain)
+        self.pool.given_back(chain, places, len(chain))
+        blocks = self.pool.lost(places)
+        self.index.saved(blocks)
+        return blocks
+
+    def jobs(self) -> tuple[list[FileJob], list[FileJob]]:
+        _, stores, loads = self.index.take_jobs()
+        return [*stores], [*loads]
+
+    def report(self, job: FileJob, failed: Sequence[bytes] = (), ranks: int | None = None) -> None:
+        for rank in range(self.ranks if ranks is None else ranks):
+            digests = tuple(map(digest_of_key, failed)) if rank == 0 else ()
+            self.index.acknowledge([FileReport(job.number, failed=digests)])
+
+    def stored(self, chain: Sequence[bytes] = CHAIN) -> None:
+        self.save(chain)
+        for job in self.jobs()[0]:
+            self.report(job)
+
+    def drop_from_host(self) -> None:
+        for key in self.pool.cache.evict(SLOTS, ()) if self.pool.cache else ():
+            self.pool._evicted(self.pool._by_key[key])
+
+
+def test_what_comes_to_host_memory_is_stored_and_there_once_all_ranks_say_so() -> None:
+    core = Core()
+    blocks = core.save(CHAIN)
+    ((job,), loads) = core.jobs()
+    assert job.keys == job.chain == tuple(CHAIN) and not loads
+    assert job.slots == tuple(block.slot for block in blocks)
+    assert core.pool.used == 3 and core.index.under_way, "their slots are kept"
+    core.report(job, ranks=1)
+    assert core.index.leading(CHAIN) == 0 and core.pool.used == 3
+    core.report(job, ranks=1)
+    assert core.index.leading(CHAIN) == core.index.leading([*CHAIN, b"d"]) == 3
+    assert core.pool.used == 0 and core.pool.cached == 3 and core.counts["stored"] == 3
+    core.index.saved(blocks)
+    assert core.jobs() == ([], [])
+
+
+def test_a_block_follows_the_one_before_it() -> None:
+    core = Core()
+    core.stored(CHAIN[:2])
+    core.save([*CHAIN, b"d"])
+    ((job,), _) = core.jobs()
+    assert job.keys == (b"c", b"d") and job.chain == (b"b", b"c", b"d")
+
+
+def test_blocks_of_several_prompts_are_several_jobs() -> None:
+    core = Core()
+    core.pool.given_back([b"a"], [0], 1)
+    core.pool.given_back([b"x"], [1], 1)
+    core.index.saved(core.pool.lost([0, 1]))
+    assert [job.keys for job in core.jobs()[0]] == [(b"a",), (b"x",)]
+
+
+def test_what_one_rank_could_not_store_is_not_there() -> None:
+    core = Core()
+    core.save(CHAIN)
+    ((job,), _) = core.jobs()
+    core.report(job, failed=[b"b"])
+    assert core.index.leading(CHAIN) == 1 and core.index.leading([b"c"]) == 1
+    assert core.counts["store_failed"] == 1 and core.pool.used == 0
+
+
+def test_what_is_not_worth_a_load_is_not_stored() -> None:
+    core = Core()
+    core.pool.given_back(CHAIN, range(3), 3)
+    blocks = core.pool.lost(range(3))
+    core.pool.worth_storing = lambda blocks: False
+    core.index.saved(blocks)
+    assert core.jobs() == ([], [])
+
+
+def test_files_hold_at_most_a_share_of_the_slots() -> None:
+    core = Core()
+    chain = [b"%d" % number for number in range(SLOTS)]
+    core.save(chain)
+    stores, _ = core.jobs()
+    assert sum(len(job.keys) for job in stores) == core.pool.used == SLOTS // SHARE
+    assert not core.index.fetch([b"other"], 0, 1)
+
+
+def test_blocks_come_back_to_host_memory() -> None:
+    core = Core()
+    core.stored()
+    core.drop_from_host()
+    assert core.pool.leading(CHAIN) == 0 and core.index.leading(CHAIN) == 3
+    assert core.index.fetch(CHAIN, 1, 2)
+    (_, (job,)) = core.jobs()
+    assert job.keys == (b"b", b"c") and core.pool.used == 2
+    assert core.index.is_coming(b"b") and not core.index.is_coming(b"a") and core.pool.leading(CHAIN[1:]) == 0
+    core.now = 0.5
+    core.report(job)
+    assert core.pool.leading(CHAIN[1:]) == 2 and not core.index.is_coming(b"b") and core.pool.used == 0
+    assert core.counts["loaded"] == 2 and core.index.read_s(4) == pytest.approx(1.0)
+
+
+def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:
+    core = Core()
+    core.stored()
+    core.drop_from_host()
+    core.index.fetch(CHAIN, 0, 3)
+    (_, (job,)) = core.jobs()
+    core.report(job, failed=[b"b"])
+    assert core.pool.leading(CHAIN) == 1 and core.index.leading(CHAIN) == 1
+    assert core.pool.free == SLOTS and core.pool.cached == 2 and core.counts["load_failed"] == 1
+
+
+def test_what_came_to_the_device_meanwhile_gets_the_slot() -> None:
+    core = Core()
+    core.stored([b"a"])
+    core.drop_from_host()
+    core.index.fetch([b"a"], 0, 1)
+    (_, (job,)) = core.jobs()
+    core.pool.given_back([b"a"], [77], 1)
+    core.report(job)
+    assert core.pool.leading([b"a"]) == 1 and core.pool.cached == 1 and core.pool.free == SLOTS
+    assert core.pool.lost([77]) == [], "it is in host memory already"
+
+
+def test_nobody_waits_for_ever() -> None:
+    core = Core()
+    core.stored([b"a"])
+    core.drop_from_host()
+    core.index.fetch([b"a"], 0, 1)
+    core.now = MAX_WAIT_S + 1
+    assert not core.index.is_coming(b"a") and core.pool.used == 1, "the slot is still being written to"
+
+
+def test_what_an_earlier_server_left_is_there_once_all_ranks_have_said_it() -> None:
+    core = Core()
+    digests = tuple(map(digest_of_key, CHAIN))
+    core.index.acknowledge([FileReport(found=digests[:2]), FileReport(found=digests, ready=True)])
+    assert core.index.leading(CHAIN) == 2 and not core.index.ready and core.index.under_way
+    core.index.acknowledge([FileReport(found=digests[2:], ready=True)])
+    assert core.index.leading(CHAIN) == 3 and core.index.ready and not core.index.under_way
+    core.index.acknowledge([FileReport(gone=digests[1:2])])
+    assert core.index.leading(CHAIN) == 1
+
+
+def test_after_a_reset_nothing_old_is_found_and_keys_are_others() -> None:
+    core = Core()
+    core.stored([b"old"])
+    core.save(CHAIN)
+    ((before,), _) = core.jobs()
+    core.pool.forget_keys()
+    core.index.forget()
+    core.report(before)
+    assert core.index.leading(CHAIN) == core.index.leading([b"old"]) == 0 and core.pool.used == 0
+    core.save(CHAIN)
+    ((after,), _) = core.jobs()
+    assert not {*after.keys} & {*before.keys}
+    core.report(after)
+    assert core.index.leading(CHAIN) == 3
+
+
+def test_prompts_reach_the_policies_of_files() -> None:
+    core = Core()
+    core.index.arrived(CHAIN)
+    core.index.arrived([])
+    assert core.index.take_jobs()[0] == (tuple(CHAIN),) and core.index.take_jobs()[0] == ()

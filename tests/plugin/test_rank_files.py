@@ -1,0 +1,121 @@
+"""A rank's files, from and to the slots of a real copier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from kvpolicy.tiers import FileTier, digest_of_key
+from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
+from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
+from kvpolicy_vllm.plugin.messages import FileJob, FileReport, Job, StepJobs
+from kvpolicy_vllm.plugin.rank_files import FOUND_AT_ONCE, RankFiles
+
+SEGMENTS, BLOCKS, ELEMENTS = 3, 6, 512
+BLOCK_BYTES = SEGMENTS * ELEMENTS * 2
+
+
+def copier(kind: type = IndexingCopier) -> IndexingCopier:
+    """Device blocks that hold other numbers each, of two bytes, and eight host slots."""
+    made = kind([torch.zeros((BLOCKS, ELEMENTS), dtype=torch.bfloat16) for _ in range(SEGMENTS)], 8, False, None)
+    for number, segment in enumerate(made.device_segments):
+        for block in range(BLOCKS):
+            segment[block] = 10 * block + number + 1
+    return made
+
+
+def opened(folder: Path) -> FileTier:
+    return FileTier.open(folder, {"model": "a"}, BLOCK_BYTES, 1 << 20)
+
+
+@pytest.fixture(params=[IndexingCopier, StagedCopier])
+def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RankFiles, IndexingCopier]]:
+    device = copier(request.param)
+    device.save(Job(1, "r", (0, 1, 2), (0, 1, 2)))
+    files = RankFiles(opened(tmp_path), device)
+    assert files.reports() == [FileReport(ready=True)]
+    yield files, device
+    files.close()
+
+
+def reports(files: RankFiles) -> list[FileReport]:
+    files._tier.wait_idle()
+    return files.reports()
+
+
+def test_blocks_go_to_files_and_come_back_to_other_slots(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    files, device = rank
+    store = FileJob(1, (b"b", b"c"), (1, 2), (b"a", b"b", b"c"))
+    files.begin(StepJobs(1, file_stores=(store,), prompts=((b"a", b"b", b"c"),)))
+    assert reports(files) == [FileReport(1)]
+    files.begin(StepJobs(2, file_loads=(FileJob(2, (b"c", b"b"), (5, 6)),)))
+    assert reports(files) == [FileReport(2)]
+    device.load(Job(2, "r", (4, 5), (5, 6)))
+    assert [load.ok for load in device.poll()] == [True]
+    for number, segment in enumerate(device.device_segments):
+        assert (segment[4] == 21 + number).all() and (segment[5] == 11 + number).all()
+
+
+def test_a_block_that_does_not_come_cannot_be_loaded(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    files, device = rank
+    files.begin(StepJobs(1, file_loads=(FileJob(1, (b"a",), (5,)),)))
+    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"a"),))]
+    device.load(Job(2, "r", (4,), (5,)))
+    assert [load.ok for load in device.poll()] == [False]
+
+
+def test_what_is_there_already_counts_as_stored(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    files, _ = rank
+    for number in (1, 2):
+        files.begin(StepJobs(number, file_stores=(FileJob(number, (b"a",), (0,), (b"a",)),)))
+        assert reports(files) == [FileReport(number)]
+
+
+def test_a_slot_that_holds_no_whole_block_is_not_stored(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    files, _ = rank
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b"), (0, 7), (b"a", b"b")),)))
+    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"b"),))]
+
+
+def test_jobs_that_are_given_twice_are_done_once(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    files, _ = rank
+    jobs = StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),))
+    files.begin(jobs)
+    files.begin(jobs)
+    assert reports(files) == [FileReport(1)]
+
+
+def test_loads_into_memory_that_was_replaced_have_failed(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    files, _ = rank
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),)))
+    reports(files)
+    files.begin(StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),), file_stores=(FileJob(3, (b"b",), (1,), (b"b",)),)))
+    other = copier()
+    files.copy_with(other)
+    found = {report.number: report.failed for report in files.reports()}
+    assert found == {2: (digest_of_key(b"a"),), 3: ()} and not other.holds(5)
+    files.begin(StepJobs(4, file_stores=(FileJob(4, (b"c",), (2,), (b"c",)),)))
+    assert reports(files) == [FileReport(4, failed=(digest_of_key(b"c"),))], "the new slots hold nothing"
+
+
+def test_what_an_earlier_server_left_is_reported_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = copier()
+    device.save(Job(1, "r", (0, 1, 2), (0, 1, 2)))
+    first = RankFiles(opened(tmp_path), device)
+    first.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b", b"c"), (0, 1, 2), (b"a", b"b", b"c")),)))
+    reports(first)
+    first.close()
+    assert FOUND_AT_ONCE > 2
+    monkeypatch.setattr("kvpolicy_vllm.plugin.rank_files.FOUND_AT_ONCE", 2)
+    second = RankFiles(opened(tmp_path), copier())
+    told = [*second.reports(), *second.reports()]
+    assert [(len(report.found), report.ready) for report in told] == [(2, False), (1, True)]
+    assert {*told[0].found, *told[1].found} == {digest_of_key(key) for key in (b"a", b"b", b"c")}
+    assert second.reports() == []
+    second.close()

@@ -1,0 +1,177 @@
+"""Disks that are full, read-only, failing or lose files, and processes that are killed: the real thing where a test can
+bring it about."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy.tiers import block_files
+from tests.tiers.blocks import FILE_BYTES, bytes_of, files_of, load, opened, store
+
+CHAIN = [b"%d" % number for number in range(6)]
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.tiers.blocks import content, opened, store
+
+directory, first = Path(sys.argv[1]), int(sys.argv[2])
+tier = opened(directory, blocks=40)
+print(tier.directory, flush=True)
+for number in range(first, first + 100_000):
+    chain = [b"%d" % number, b"%d after" % number]
+    tier.store(number, chain, {index: [content(key)] for index, key in enumerate(chain)})
+    tier.wait_idle()
+    tier.finished()
+"""
+
+
+def writer(directory: Path, first: int) -> tuple[subprocess.Popen[str], Path]:
+    """A process that stores blocks without end; its folder."""
+    arguments = [sys.executable, "-c", WRITER, str(directory), str(first)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def wait_for_blocks(folder: Path, at_least: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(files_of(folder)) < at_least:
+        assert time.monotonic() < deadline, "the writer writes nothing"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_after_a_kill_every_block_that_is_there_is_right(tmp_path: Path, trial: int) -> None:
+    process, folder = writer(tmp_path, 0)
+    wait_for_blocks(folder, 20)
+    time.sleep(random.Random(trial).random() / 20)
+    kill(process)
+    assert bytes_of(tmp_path) <= 40 * FILE_BYTES
+    tier = opened(tmp_path, blocks=40)
+    assert tier.directory == folder and not list(folder.glob("writing/*"))
+    found = tier.usage().blocks
+    assert found >= 20 and bytes_of(tmp_path) == found * FILE_BYTES
+    there = [key for number in range(100_000) for key in (b"%d" % number, b"%d after" % number) if tier.lookup([key])]
+    assert len(there) == found and load(tier, there) == {}
+    tier.close()
+
+
+def test_two_processes_on_one_directory_write_beside_each_other(tmp_path: Path) -> None:
+    (one, first), (two, second) = writer(tmp_path, 0), writer(tmp_path, 0)
+    assert first != second
+    for folder in (first, second):
+        wait_for_blocks(folder, 45 - 5)
+    kill(one)
+    third = opened(tmp_path, blocks=40)
+    assert third.directory == first and third.usage().blocks > 30
+    kill(two)
+    assert len(files_of(second)) > 30 and bytes_of(second) <= 40 * FILE_BYTES
+    there = [key for key in (b"%d" % number for number in range(100_000)) if third.lookup([key])]
+    assert there and load(third, there) == {}
+    third.close()
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from tests.tiers.blocks import FILE_BYTES, opened, store, load, bytes_of
+tier = opened(Path(sys.argv[1]))
+assert store(tier, [b"before"]) == {}
+resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES // 2, FILE_BYTES))
+assert store(tier, [b"a", b"b"]) == {b"a": "io_error", b"b": "io_error"}, tier.usage()
+assert load(tier, [b"before"]) == {} and tier.lookup([b"a"]) == 0
+assert bytes_of(Path(sys.argv[1])) == FILE_BYTES == tier.usage().used_bytes
+resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+assert store(tier, [b"a", b"b"]) == {} and load(tier, [b"a", b"b"]) == {}
+tier.close()
+"""
+
+
+def test_a_file_system_that_takes_no_more(tmp_path: Path) -> None:
+    """A limit of the kernel ends writes in the middle of a file, as a full disk does."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("a block was not stored") == 2
+
+
+@pytest.mark.parametrize("call", ["writev", "rename"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_stores_that_fail_and_a_disk_that_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = opened(tmp_path)
+    store(tier, CHAIN[:2])
+
+    def fail(*_: Any, **__: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.os, call, fail)
+        for trial in range(3):
+            assert store(tier, CHAIN, trial) == dict.fromkeys(CHAIN[2:], "io_error")
+        assert load(tier, CHAIN[:2]) == {} and tier.lookup(CHAIN) == 2
+    assert tier.usage().counts["failed_io_error"] == 12 and bytes_of(tmp_path) == 2 * FILE_BYTES
+    assert caplog.text.count("a block was not stored") == 5 and "only counted" in caplog.text
+    assert store(tier, CHAIN) == {} and load(tier, CHAIN) == {}
+    tier.close()
+
+
+def test_reads_that_fail_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = opened(tmp_path)
+    store(tier, CHAIN)
+
+    def fail(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.os, "readv", fail)
+        assert load(tier, CHAIN[:2]) == dict.fromkeys(CHAIN[:2], "io_error")
+    assert tier.lookup(CHAIN) == 0 and load(tier, CHAIN[2:]) == {}
+    tier.close()
+
+
+def test_a_read_that_ends_early_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = opened(tmp_path)
+    store(tier, CHAIN)
+    real = os.readv
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.os, "readv", lambda opened, parts: real(opened, parts[:1]))
+        assert load(tier, CHAIN[:1]) == {CHAIN[0]: "truncated"}
+    tier.close()
+
+
+def test_all_files_are_lost_while_it_serves(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, CHAIN)
+    for path in files_of(tmp_path):
+        path.unlink()
+    assert load(tier, CHAIN) == dict.fromkeys(CHAIN, "missing")
+    assert tier.usage().used_bytes == 0 and store(tier, CHAIN) == {} and load(tier, CHAIN) == {}
+    tier.close()
+
+
+def test_folders_that_are_removed_while_it_serves(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, CHAIN)
+    subprocess.run(["rm", "-r", str(tier.directory)], check=True)
+    assert load(tier, CHAIN) == dict.fromkeys(CHAIN, "missing")
+    assert set(store(tier, CHAIN).values()) == {"missing"} and tier.lookup(CHAIN) == 0
+    tier.close()

@@ -1,0 +1,367 @@
+"""The tier of files: what is stored is loaded or missed, never anything else; bounded, private, found again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpolicy.errors import InputError
+from kvpolicy.tiers import FileTier, block_files, digest_of_key
+from kvpolicy.tiers.block_format import PAGE, aligned_memory
+from tests.tiers.blocks import (
+    BLOCK_BYTES,
+    FILE_BYTES,
+    NAMESPACE,
+    bytes_of,
+    content,
+    descriptors,
+    ended,
+    files_of,
+    load,
+    opened,
+    store,
+)
+
+CHAIN = [b"a", b"b", b"c"]
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[FileTier]:
+    made = opened(tmp_path / "kv")
+    yield made
+    made.close()
+    assert bytes_of(tmp_path / "kv") <= 8 * FILE_BYTES and not list(made.directory.glob("writing/*"))
+
+
+class Gate:
+    """Holds calls of one function of the system until it is opened, as a slow disk would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.began, self._open, real = threading.Event(), threading.Event(), getattr(os, name)
+
+        def held(*arguments: Any, **options: Any) -> Any:
+            self.began.set()
+            self._open.wait()
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(block_files.os, name, held)
+        self.open = self._open.set
+
+
+def test_blocks_are_loaded_as_they_were_stored(tier: FileTier) -> None:
+    assert tier.lookup(CHAIN) == 0
+    assert store(tier, CHAIN) == {}
+    assert tier.lookup(CHAIN) == tier.lookup([*CHAIN, b"d"]) == 3
+    assert load(tier, CHAIN) == {}
+    usage = tier.usage()
+    assert (usage.blocks, usage.used_bytes, usage.queued_blocks) == (3, 3 * FILE_BYTES, 0)
+    assert usage.capacity_bytes == 8 * FILE_BYTES
+    assert usage.counts["stored"] == usage.counts["loaded"] == 3
+    assert {path.stat().st_mode & 0o777 for path in files_of(tier.directory)} == {0o600}
+
+
+def test_a_lookup_counts_leading_blocks_alone(tier: FileTier) -> None:
+    store(tier, CHAIN)
+    tier.drop([b"b"])
+    assert tier.lookup(CHAIN) == 1 and tier.lookup([b"b"]) == 0 and tier.lookup([b"c"]) == 1
+
+
+def test_what_is_there_is_not_stored_again(tier: FileTier) -> None:
+    store(tier, CHAIN)
+    assert tier.store(3, [*CHAIN, b"d"], {index: [content(b"d")] for index in range(4)}) == [3]
+    assert [one.done for one in ended(tier)] == [(b"d",)]
+    assert tier.store(4, CHAIN, {0: [content(b"a")]}) == [] and ended(tier) == []
+
+
+def test_the_load_of_nothing_ends(tier: FileTier) -> None:
+    tier.load(7, [])
+    assert [one.number for one in tier.finished()] == [7]
+
+
+def test_a_restart_finds_the_blocks(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    store(first, CHAIN)
+    first.close()
+    second = opened(tmp_path)
+    assert second.lookup(CHAIN) == 3 and load(second, CHAIN) == {}
+    assert {*second.digests()} == {digest_of_key(key) for key in CHAIN} and second.usage().counts["found"] == 3
+    second.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3fifo", "cost"])
+def test_the_bound_holds_whatever_is_given_up(tmp_path: Path, policy: str) -> None:
+    tier = opened(tmp_path, blocks=6, policy=policy)
+    for number in range(30):
+        chain = [b"system", b"%d" % (number % 7), b"%d turn %d" % (number % 7, number)]
+        tier.asked(chain)
+        store(tier, chain, number)
+        assert bytes_of(tmp_path) == tier.usage().used_bytes <= 6 * FILE_BYTES
+        assert len(files_of(tmp_path)) == tier.usage().blocks == len(tier.digests())
+        assert tier.lookup(chain) == 3
+    assert tier.usage().counts["evicted"] > 20
+    tier.close()
+    smaller = opened(tmp_path, blocks=2, policy=policy)
+    assert bytes_of(tmp_path) <= 2 * FILE_BYTES and smaller.usage().blocks == 2
+    smaller.close()
+
+
+def test_a_restart_gives_up_what_was_used_longest_ago(tmp_path: Path) -> None:
+    first = opened(tmp_path, blocks=4)
+    store(first, [b"a", b"b"], 1)
+    store(first, [b"c"], 2)
+    store(first, [b"d"], 3)
+    first.close()
+    for path in files_of(tmp_path):
+        os.utime(path, (100, 100))
+    again = opened(tmp_path, blocks=4)
+    load(again, [b"a", b"b"])
+    again.close()
+    last = opened(tmp_path, blocks=4)
+    store(last, [b"e", b"f"], 4)
+    assert last.lookup([b"a", b"b"]) == 2 and last.lookup([b"c"]) == last.lookup([b"d"]) == 0
+    assert {*last.take_gone()} == {digest_of_key(b"c"), digest_of_key(b"d")} and last.take_gone() == []
+    last.close()
+
+
+def test_blocks_of_a_prompt_do_not_give_up_one_another(tmp_path: Path) -> None:
+    tier = opened(tmp_path, blocks=2)
+    chain = [b"%d" % number for number in range(5)]
+    assert tier.store(1, chain, {index: [content(key)] for index, key in enumerate(chain)}) == [0, 1]
+    ended(tier)
+    assert tier.lookup(chain) == 2 and tier.usage().counts["refused_no_room"] == 3
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "b"}, {"dtype": "bfloat16"}, {"block_size": 32}, {"layout": "HND"}, {"ranks": [2, 1]},
+        {"adapter": "one"}, {"hash_seed": "1"},
+    ],
+)  # fmt: skip
+def test_nothing_is_shared_between_namespaces(tmp_path: Path, other: dict[str, Any]) -> None:
+    one, two = opened(tmp_path), opened(tmp_path, namespace={**NAMESPACE, **other})
+    store(one, CHAIN)
+    assert two.lookup(CHAIN) == 0 and load(two, CHAIN) == dict.fromkeys(CHAIN, "missing")
+    name = files_of(one.directory)[0]
+    planted = two.directory / name.relative_to(one.directory)
+    planted.write_bytes(name.read_bytes())
+    one.close()
+    two.close()
+    again = opened(tmp_path, namespace={**NAMESPACE, **other})
+    assert sorted(load(again, CHAIN).values()) == ["foreign", "missing", "missing"] and not planted.exists()
+    again.close()
+
+
+def test_keys_with_a_salt_are_other_keys(tier: FileTier) -> None:
+    """An engine's hash of a block with a cache salt or an adapter differs; the tier goes by the whole key."""
+    store(tier, [b"hash", b"hash2"])
+    assert tier.lookup([b"hash" + b"salt"]) == 0 and tier.lookup([b"has"]) == 0
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[PAGE + 17] ^= 1
+    path.write_bytes(data)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("aside"))
+    path.symlink_to(path.with_name("aside"))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "bit flip": (flip, "corrupt"),
+    "cut": (lambda path: os.truncate(path, PAGE), "truncated"),
+    "empty": (lambda path: os.truncate(path, 0), "truncated"),
+    "zeros": (lambda path: path.write_bytes(bytes(FILE_BYTES)), "corrupt"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "foreign"),
+    "lost": (lambda path: path.unlink(), "missing"),
+    "link": (link, "foreign"),
+    "foreign": (lambda path: path.write_bytes(b"GIF89a"), "truncated"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_damaged_file_is_a_miss_and_is_removed(tmp_path: Path, damage: str, restart: bool) -> None:
+    apply, reason = DAMAGES[damage]
+    tier = opened(tmp_path)
+    store(tier, CHAIN)
+    victim = next(path for path in files_of(tmp_path) if path.name.startswith(digest_of_key(b"b").hex()))
+    if restart:
+        tier.close()
+    apply(victim)
+    if restart:
+        tier = opened(tmp_path)
+        assert tier.lookup(CHAIN) in (1, 3)
+    if tier.lookup(CHAIN) == 3:
+        assert load(tier, CHAIN) == {b"b": reason}
+        assert tier.usage().counts[f"missed_{reason}"] == 1
+        assert tier.take_gone() == [digest_of_key(b"b")]
+    assert tier.lookup(CHAIN) == 1
+    tier.wait_idle()
+    assert not os.path.lexists(victim) or damage == "link"
+    assert store(tier, CHAIN) == {} and load(tier, CHAIN) == {}
+    tier.close()
+
+
+def test_a_full_queue_refuses_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = opened(tmp_path, queue_blocks=2)
+    gate = Gate(monkeypatch, "rename")
+    chain = [*CHAIN, b"d"]
+    assert tier.store(1, chain, {index: [content(key)] for index, key in enumerate(chain)}) == [0, 1]
+    assert tier.store(2, [b"e"], {0: [content(b"e")]}) == []
+    usage = tier.usage()
+    assert usage.counts["refused_queue_full"] == 3 and usage.queued_blocks == 2 and usage.blocks == 0
+    assert tier.lookup(chain) == 0, "what is being written cannot be loaded"
+    gate.open()
+    assert [{*one.done} for one in ended(tier)] == [{b"a", b"b"}]
+    assert tier.lookup(chain) == 2 and tier.store(3, [b"e"], {0: [content(b"e")]}) == [0]
+    ended(tier)
+    tier.close()
+
+
+def test_a_load_does_not_wait_for_slow_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = opened(tmp_path, threads=2)
+    store(tier, CHAIN)
+    gate = Gate(monkeypatch, "writev")
+    tier.store(8, [b"d", b"e"], {0: [content(b"d")], 1: [content(b"e")]})
+    gate.began.wait()
+    into = aligned_memory(BLOCK_BYTES)
+    tier.load(9, [(b"a", [into])])
+    finished: list[int] = []
+    while not finished:
+        finished = [one.number for one in tier.finished()]
+    assert finished == [9] and np.array_equal(into, content(b"a"))
+    gate.open()
+    tier.close()
+
+
+def test_a_block_that_is_dropped_while_it_is_written_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(tmp_path)
+    gate = Gate(monkeypatch, "writev")
+    tier.store(1, CHAIN, {0: [content(b"a")]})
+    gate.began.wait()
+    tier.drop(CHAIN)
+    gate.open()
+    assert [one.done for one in ended(tier)] == [(b"a",)]
+    tier.wait_idle()
+    assert tier.lookup(CHAIN) == 0 and tier.usage().used_bytes == 0 and not files_of(tmp_path)
+    tier.close()
+
+
+def test_a_block_that_is_given_up_while_it_is_loaded_stays_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(tmp_path, blocks=1)
+    store(tier, [b"a"])
+    gate = Gate(monkeypatch, "readv")
+    into = aligned_memory(BLOCK_BYTES)
+    tier.load(5, [(b"a", [into])])
+    gate.began.wait()
+    assert tier.store(6, [b"b"], {0: [content(b"b")]}) == [], "what is being loaded is not given up"
+    gate.open()
+    assert [one.done for one in ended(tier)] == [(b"a",)] and np.array_equal(into, content(b"a"))
+    tier.close()
+
+
+def test_blocks_whose_files_cannot_be_removed_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = opened(tmp_path, blocks=2)
+    store(tier, [b"a"], 1)
+    store(tier, [b"b"], 2)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.os, "unlink", refuse)
+        assert store(tier, [b"c"], 3) == {b"c": "not_removed"}
+    assert tier.usage().used_bytes == bytes_of(tmp_path) == 2 * FILE_BYTES
+    assert tier.lookup([b"a"]) + tier.lookup([b"b"]) == 1
+    assert store(tier, [b"d"], 4) == {}
+    assert bytes_of(tmp_path) == 2 * FILE_BYTES and tier.lookup([b"d"]) == 1
+    tier.close()
+
+
+def test_two_servers_on_one_directory_both_stay_right(tmp_path: Path) -> None:
+    one, two = opened(tmp_path, blocks=3), opened(tmp_path, blocks=3)
+    store(one, CHAIN)
+    assert two.lookup(CHAIN) == 0 and store(two, [b"d", b"e"]) == {}
+    for tier in (one, two):
+        store(tier, [b"f", b"g"], 9)
+        assert load(tier, [b"f", b"g"]) == {} and tier.usage().used_bytes == bytes_of(tier.directory)
+    assert bytes_of(tmp_path) <= 6 * FILE_BYTES
+    one.close()
+    two.close()
+
+
+def test_folders_of_processes_that_are_gone_count_and_are_given_up_first(tmp_path: Path) -> None:
+    for number, model in enumerate("bc"):
+        gone = opened(tmp_path, namespace={**NAMESPACE, "model": model})
+        store(gone, CHAIN)
+        gone.close()
+        os.utime(gone.directory / "lock", (number, number))
+    tier = opened(tmp_path, blocks=8)
+    assert store(tier, [b"1", b"2"]) == {} and bytes_of(tmp_path) == 8 * FILE_BYTES
+    for number in range(3, 9):
+        store(tier, [b"%d" % number], number)
+        store(tier, [b"%d" % number], 10 + number)
+        assert bytes_of(tmp_path) <= 8 * FILE_BYTES
+    assert tier.usage().blocks == 8 and tier.usage().counts["cleared_folders"] == 2
+    assert tier.usage().counts["refused_no_room"] > 0 == tier.usage().counts.get("evicted", 0)
+    tier.close()
+
+
+def test_the_end_leaves_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, threads = descriptors(), threading.active_count()
+    tier = opened(tmp_path, threads=2)
+    gate = Gate(monkeypatch, "writev")
+    tier.store(1, CHAIN, {index: [content(key)] for index, key in enumerate(CHAIN)})
+    gate.began.wait()
+    threading.Timer(0.05, gate.open).start()
+    tier.close()
+    assert threading.active_count() == threads and descriptors() == before
+    assert len(files_of(tmp_path)) == 1 and not list(tmp_path.rglob("writing/*"))
+    again = opened(tmp_path)
+    assert again.lookup(CHAIN) == 1
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": 0}, "capacity_bytes is 0, which holds no file of 16384 bytes"),
+        ({"policy": "belady"}, "policy is 'belady', should be one of lru"),
+        ({"queue_blocks": 0}, "queue_blocks is 0"),
+        ({"threads": 1}, "threads is 1"),
+        ({"block_bytes": 0}, "block_bytes is 0"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    before = descriptors()
+    with pytest.raises(InputError, match=message):
+        opened(tmp_path / "kv", **options)
+    assert not (tmp_path / "kv").exists() and descriptors() == before
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(block_files.os, "writev", refuse)
+    with pytest.raises(OSError, match="Read-only"):
+        opened(tmp_path)
+    assert descriptors() == before

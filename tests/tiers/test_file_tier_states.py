@@ -1,0 +1,93 @@
+"""The tier of files against a dictionary, under whatever order of stores, loads, drops, damage and restarts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvpolicy.caching import KINDS
+from kvpolicy.tiers import digest_of_key
+from tests.examples import examples
+from tests.tiers.blocks import FILE_BYTES, bytes_of, files_of, load, opened, store
+
+TREES = st.tuples(st.integers(0, 3), st.integers(1, 4))
+BLOCKS = 6
+
+
+def chain_of(tree: tuple[int, int]) -> list[bytes]:
+    """Blocks of a prompt: all prompts share their first one."""
+    number, length = tree
+    return [b"shared", *(b"%d/%d" % (number, position) for position in range(1, length))]
+
+
+class Files(RuleBasedStateMachine):
+    """Holds what must be there at most; a tier may have given up any of it, and may hold nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp())
+        self.policy = "lru"
+        self.tier = opened(self.directory, BLOCKS)
+        self.stored: set[bytes] = set()
+        self.number = 0
+
+    @rule(tree=TREES)
+    def use(self, tree: tuple[int, int]) -> None:
+        self.number += 1
+        chain = chain_of(tree)
+        self.tier.asked(chain)
+        hits = self.tier.lookup(chain)
+        assert {*chain[:hits]} <= self.stored
+        assert load(self.tier, chain[:hits], -self.number) == {} or self.damaged
+        assert store(self.tier, chain, self.number) == {}
+        self.stored |= {*chain}
+
+    damaged = False
+
+    @rule(tree=TREES)
+    def drop(self, tree: tuple[int, int]) -> None:
+        chain = chain_of(tree)[1:]
+        self.tier.drop(chain)
+        self.stored -= {*chain}
+        assert not any(self.tier.lookup([key]) for key in chain)
+
+    @rule(at=st.integers(0, BLOCKS), cut=st.booleans())
+    def damage(self, at: int, cut: bool) -> None:
+        paths = files_of(self.directory)
+        if at < len(paths):
+            self.damaged = True
+            if cut:
+                os.truncate(paths[at], FILE_BYTES // 2)
+            else:
+                data = bytearray(paths[at].read_bytes())
+                data[-1] ^= 1
+                paths[at].write_bytes(data)
+
+    @rule(policy=st.sampled_from(sorted(KINDS)))
+    def restart(self, policy: str) -> None:
+        before = {digest_of_key(key) for key in self.stored if self.tier.lookup([key])}
+        self.tier.close()
+        self.tier = opened(self.directory, BLOCKS, policy=policy)
+        after = {*self.tier.digests()}
+        assert after <= before and (after == before or self.damaged)
+
+    @invariant()
+    def within_bounds(self) -> None:
+        self.tier.wait_idle()
+        usage = self.tier.usage()
+        assert usage.used_bytes <= BLOCKS * FILE_BYTES and bytes_of(self.directory) <= BLOCKS * FILE_BYTES
+        assert len(files_of(self.directory)) == usage.blocks == len(self.tier.digests())
+        assert {*self.tier.digests()} <= {digest_of_key(key) for key in self.stored}
+
+    def teardown(self) -> None:
+        self.tier.close()
+        shutil.rmtree(self.directory)
+
+
+TestFiles = Files.TestCase
+TestFiles.settings = examples(12, stateful_step_count=25, deadline=None)

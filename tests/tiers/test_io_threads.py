@@ -1,0 +1,63 @@
+"""The order in which files are read and written in the background."""
+
+from __future__ import annotations
+
+import threading
+
+from kvpolicy.tiers.io_threads import IoThreads
+
+
+def test_no_load_waits_for_a_store_and_stores_keep_their_order() -> None:
+    done: list[str] = []
+    go_on = threading.Event()
+    threads: IoThreads[list[str]] = IoThreads(2, lambda: done)
+    threads.start()
+    began = threading.Event()
+
+    def block(state: list[str]) -> None:
+        began.set()
+        go_on.wait()
+        state.append("first")
+
+    threads.store(block)
+    began.wait()
+    for number in range(3):
+        threads.store(lambda state, number=number: state.append(f"store {number}"))  # type: ignore[misc]
+    loaded = threading.Event()
+    threads.load(lambda state: (state.append("load"), loaded.set()))
+    assert loaded.wait(30), "a load waited for a store"
+    go_on.set()
+    threads.wait_idle()
+    assert done == ["load", "first", "store 0", "store 1", "store 2"]
+    threads.close()
+
+
+def test_loads_that_wait_go_before_stores_that_wait() -> None:
+    done: list[str] = []
+    go_on, began = threading.Event(), [threading.Event(), threading.Event()]
+    threads: IoThreads[None] = IoThreads(2, lambda: None)
+    threads.start()
+    threads.store(lambda _: (began[0].set(), go_on.wait()))
+    began[0].wait()
+    threads.load(lambda _: (began[1].set(), go_on.wait()))
+    began[1].wait()
+    threads.store(lambda _: done.append("store"))
+    for _ in range(3):
+        threads.load(lambda _: done.append("load"))
+    go_on.set()
+    threads.wait_idle()
+    threads.close()
+    assert done[0] == "load" and sorted(done) == ["load"] * 3 + ["store"]
+
+
+def test_what_waits_is_forgotten_at_the_end_and_what_runs_ends() -> None:
+    done: list[str] = []
+    go_on, began = threading.Event(), threading.Event()
+    threads: IoThreads[None] = IoThreads(2, lambda: None)
+    threads.start()
+    threads.store(lambda _: (began.set(), go_on.wait(), done.append("ran")))
+    began.wait()
+    threads.store(lambda _: done.append("waited"))
+    threading.Timer(0.05, go_on.set).start()
+    threads.close()
+    assert done == ["ran"]

@@ -1,0 +1,211 @@
+"""Folders that only one user reads and one process writes to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.errors import InputError
+from kvpolicy.tiers import owned_folder
+from kvpolicy.tiers.block_format import NO_PARENT, BlockName, digest_of_key
+from kvpolicy.tiers.owned_folder import MANIFEST, WRITING, OwnedFolder, idle_folders, open_private, refuse_unsafe
+from tests.tiers.blocks import NAMESPACE, descriptors
+
+NAME = BlockName(digest_of_key(b"a"), NO_PARENT)
+
+
+def claim(directory: Path, **more: str) -> OwnedFolder:
+    return OwnedFolder.claim(directory, {**NAMESPACE, **more}, 100)
+
+
+def put(folder: OwnedFolder, name: BlockName = NAME, size: int = 10) -> Path:
+    path = folder.path / name.folder / name.file
+    path.write_bytes(bytes(size))
+    return path
+
+
+def test_folders_and_their_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        claim(tmp_path / "new" / "kv").close()
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "new" / "kv", *(tmp_path / "new" / "kv").rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "kv").symlink_to(tmp_path / "elsewhere")
+    for refuse in (lambda path: claim(path), refuse_unsafe):
+        with pytest.raises(InputError, match="is a link"):
+            refuse(tmp_path / "kv")
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(mode)
+    with pytest.raises(InputError, match=r"changed by other users .*chmod it to 700"):
+        claim(tmp_path / "kv")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owned_folder.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InputError, match=f"belongs to user {os.getuid()}"):
+        refuse_unsafe(tmp_path / "kv")
+
+
+def test_a_file_in_the_place_of_the_folder_is_an_error_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    with pytest.raises(NotADirectoryError):
+        claim(tmp_path / "kv")
+
+
+def test_links_inside_are_not_followed(tmp_path: Path) -> None:
+    claim(tmp_path / "kv").close()
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    (victim / NAME.file).write_text("precious")
+    digit = next((tmp_path / "kv").glob(f"*/0/{NAME.folder}"))
+    digit.rmdir()
+    digit.symlink_to(victim)
+    with pytest.raises(InputError, match="is a link"):
+        claim(tmp_path / "kv")
+    assert (victim / NAME.file).read_text() == "precious"
+
+
+def test_a_second_process_gets_a_folder_of_its_own_and_the_next_one_the_first(tmp_path: Path) -> None:
+    first = claim(tmp_path)
+    second, other = claim(tmp_path), claim(tmp_path, model="b")
+    assert [folder.path.name for folder in (first, second, other)] == ["0", "1", "0"]
+    assert first.path.parent == second.path.parent != other.path.parent
+    first.close()
+    third = claim(tmp_path)
+    assert third.path == first.path
+    for folder in (second, other, third):
+        folder.close()
+
+
+def test_only_so_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owned_folder, "MAX_PROCESSES", 2)
+    folders = [claim(tmp_path), claim(tmp_path)]
+    with pytest.raises(InputError, match="2 processes"):
+        claim(tmp_path)
+    for folder in folders:
+        folder.close()
+
+
+def test_descriptors_are_closed(tmp_path: Path) -> None:
+    before = descriptors()
+    folders = [claim(tmp_path), claim(tmp_path)]
+    idle_folders(tmp_path, folders[0].path)
+    for folder in folders:
+        folder.close()
+    idle_folders(tmp_path, tmp_path)[0].clear()
+    assert descriptors() == before
+
+
+def test_what_a_process_that_is_gone_was_writing_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    gone = claim(tmp_path)
+    living = claim(tmp_path)
+    left = [folder.path / WRITING / "7" for folder in (gone, living)]
+    for path in left:
+        path.write_text("half")
+    os.close(gone._lock)  # as when the process was killed
+    again = claim(tmp_path)
+    assert again.path == gone.path and not left[0].exists() and left[1].exists()
+    living.close()
+    assert not left[1].exists()
+
+
+def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from tests.tiers.test_owned_folder import claim\n"
+        f"folder = claim(Path({str(tmp_path)!r})); print(folder.path.name, flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "0\n"
+    beside = claim(tmp_path)
+    assert beside.path.name == "1"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    after = claim(tmp_path)
+    assert after.path.name == "0"
+    beside.close()
+    after.close()
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"version": 0}', "remove", "link"])
+def test_blocks_without_a_manifest_that_vouches_for_them_are_removed(tmp_path: Path, damage: str) -> None:
+    folder = claim(tmp_path)
+    path, manifest = put(folder), folder.path / MANIFEST
+    foreign = folder.path / NAME.folder / "notes.txt"
+    foreign.write_text("")
+    folder.close()
+    claim(tmp_path).close()
+    assert path.exists(), "a manifest that is right vouches for them"
+    right = json.loads(manifest.read_text())
+    manifest.unlink()
+    if damage == "link":
+        (tmp_path / "same").write_text(json.dumps(right))
+        manifest.symlink_to(tmp_path / "same")
+    elif damage != "remove":
+        manifest.write_text(damage)
+    claim(tmp_path).close()
+    assert not path.exists() and foreign.exists()
+    assert json.loads(manifest.read_text()) == right and not manifest.is_symlink()
+
+
+def test_unused_folders_are_found_with_their_bytes_the_one_used_longest_ago_first(tmp_path: Path) -> None:
+    used = claim(tmp_path)
+    for number, model in enumerate("bcd"):
+        folder = claim(tmp_path, model=model)
+        put(folder, size=10 + number)
+        (folder.path / NAME.folder / "notes.txt").write_text("not counted")
+        folder.close()
+        os.utime(folder.path / "lock", (100 - number, 100 - number))
+    idle = idle_folders(tmp_path, used.path)
+    assert [(folder.used_bytes, folder.used_s) for folder in idle] == [(12, 98), (11, 99), (10, 100)]
+    living = claim(tmp_path, model="d")
+    assert not idle[0].clear() and (living.path / NAME.folder / NAME.file).exists()
+    assert idle[1].clear() and not (idle[1].path / NAME.folder / NAME.file).exists()
+    assert (idle[1].path / NAME.folder / "notes.txt").exists()
+    assert sorted(folder.used_bytes for folder in idle_folders(tmp_path, used.path)) == [0, 10]
+    living.close()
+    used.close()
+
+
+def test_what_is_no_folder_of_blocks_is_left_alone(tmp_path: Path) -> None:
+    used = claim(tmp_path)
+    (tmp_path / ("a" * 40)).mkdir()
+    (tmp_path / ("a" * 40) / "0").write_text("")
+    (tmp_path / ("a" * 40) / "1").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert idle_folders(tmp_path, used.path) == []
+    used.close()
+
+
+def test_a_folder_is_opened_once_for_all(tmp_path: Path) -> None:
+    """A folder that is renamed, with another one in its place, is not written to."""
+    folder = claim(tmp_path / "kv")
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    opened = os.open("x", os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=folder.writing)
+    os.close(opened)
+    assert list(tmp_path.glob("moved/*/0/writing/x")) and not (tmp_path / "kv").exists()
+    folder.close()
+
+
+def test_a_folder_in_a_folder_is_opened_relative_to_it(tmp_path: Path) -> None:
+    outer = open_private(tmp_path / "outer")
+    inner = open_private("inner", outer)
+    assert os.fstat(inner).st_ino == (tmp_path / "outer" / "inner").stat().st_ino
+    os.close(inner)
+    os.close(outer)

@@ -1,0 +1,94 @@
+"""Prompts in files: a server that is started anew finds what an earlier one computed, and no token changes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.tiers.blocks import files_of
+from tests.vllm import harness
+from tests.vllm.conftest import SCARCE, job
+
+CONVERSATIONS = 6
+
+
+@pytest.fixture(scope="module")
+def first() -> list[dict[str, Any]]:
+    return harness.prompts(CONVERSATIONS, (180, 300), (40, 90), seed=4)
+
+
+@pytest.fixture(scope="module")
+def second(first: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Further turns, each of which begins with a first one."""
+    more = harness.prompts(CONVERSATIONS, (20, 60), (30, 60), seed=6)
+    return [b | {"prompt": a["prompt"] + b["prompt"]} for a, b in zip(first, more, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def stock(
+    model: str, first: list[dict[str, Any]], second: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """Unmodified vLLM with memory enough and no prefix caching."""
+    workloads = {"first": first, "second": second}
+    engine = {"num_gpu_blocks_override": 800}
+    work = job(model, [], engine, scenario="several", workloads=workloads, gaps=True)
+    return harness.run(work, tmp_path_factory.mktemp("stock"))
+
+
+class Servers:
+    """Engines that are started one after the other with the same folder for files."""
+
+    def __init__(self, model: str, folder: Path, stock: dict[str, dict[str, Any]]) -> None:
+        self.files, self._model, self._folder, self._stock = folder / "kv", model, folder, stock
+
+    def serve(self, name: str, requests: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        """Serve requests in an engine of its own; compare every token; return its counters."""
+        settings = {"cache": "lru", "cache_files": str(self.files), "cache_files_gib": 0.25} | extra
+        work = job(
+            self._model, requests, SCARCE | {"enable_prefix_caching": True}, scenario="waves",
+            plugin=harness.plugin("always-swap", **settings), waves=[[*range(len(requests))]], overwrite=True,
+        )  # fmt: skip
+        result = harness.run(work, self._folder)
+        harness.assert_exact(self._stock[name], result)
+        harness.assert_nothing_left(result)
+        return dict(result["stats"])
+
+
+def counted(stats: dict[str, Any], event: str) -> float:
+    return harness.total(stats, "cache_blocks", tier="files", event=event)
+
+
+@pytest.mark.feature("prompts in files, beyond restarts")
+def test_a_server_finds_what_an_earlier_one_computed(
+    model: str, first: list[dict[str, Any]], second: list[dict[str, Any]], stock: dict[str, Any], tmp_path: Path
+) -> None:
+    servers = Servers(model, tmp_path, stock)
+    before = servers.serve("first", first)
+    assert counted(before, "stored") > 20 and counted(before, "loaded") == 0
+    assert len(files_of(servers.files)) >= counted(before, "stored")
+    assert not list(servers.files.rglob("writing/*"))
+    after = servers.serve("second", second)
+    assert counted(after, "loaded") > 20 and counted(after, "load_failed") == 0
+    assert harness.total(after, "cache_loaded_tokens") >= 32 * 10
+
+
+@pytest.mark.slow
+def test_damaged_and_lost_files_are_computed(
+    model: str, first: list[dict[str, Any]], second: list[dict[str, Any]], stock: dict[str, Any], tmp_path: Path
+) -> None:
+    servers = Servers(model, tmp_path, stock)
+    servers.serve("first", first)
+    for number, path in enumerate(files_of(servers.files)):
+        if number % 3 == 0:
+            data = bytearray(path.read_bytes())
+            data[5000] ^= 16
+            path.write_bytes(data)
+        elif number % 3 == 1:
+            os.truncate(path, 4096)
+    after = servers.serve("second", second)
+    assert counted(after, "load_failed") > 0

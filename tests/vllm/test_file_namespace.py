@@ -1,0 +1,133 @@
+"""What vLLM's configuration says of the bytes of KV: all that decides them tells namespaces apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvpolicy.errors import InputError
+from kvpolicy.tiers import namespace_digest
+from kvpolicy_vllm.plugin import file_namespace
+from kvpolicy_vllm.plugin.file_namespace import hash_seed, namespace_of, refuse_unnameable
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+class MambaSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def config_of(model: Path, **more: Any) -> Any:
+    """A configuration with what is read of it; ``more``: other values, by part and name."""
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "model": str(model), "revision": None, "dtype": "torch.float16", "quantization": None, "seed": 0,
+            "is_multimodal_model": False, "hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4}),
+        },
+        "cache_config": {"prefix_caching_hash_algo": "sha256", "cache_dtype": "auto"},
+        "parallel_config": {
+            "world_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
+        },
+        "load_config": {"load_format": "auto"},
+    }  # fmt: skip
+    whole: dict[str, Any] = {"lora_config": None, "speculative_config": None}
+    for name, value in more.items():
+        part = next((part for part in parts.values() if name in part), whole)
+        part[name] = value
+    return SimpleNamespace(**whole, **{name: SimpleNamespace(**values) for name, values in parts.items()})
+
+
+def cache_of(spec: type = FullAttentionSpec, **more: Any) -> Any:
+    values = {"block_size": 32, "page_size_bytes": 4096, **more}
+    group = SimpleNamespace(kv_cache_spec=spec(**values), layer_names=["layer.0", "layer.1"])
+    return SimpleNamespace(kv_cache_groups=[group])
+
+
+def test_all_that_decides_the_bytes_tells_namespaces_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    rope = SimpleNamespace(to_dict=lambda: {"rope_theta": 5e5})
+
+    def digest(rank: int = 0, segments: tuple[int, ...] = (4096, 4096), cache: Any = None, **more: Any) -> str:
+        found = namespace_of(config_of(model, **more), cache or cache_of(), rank, [*segments])
+        return namespace_digest(found)
+
+    drafter = SimpleNamespace(method="eagle", draft_model_config=None)
+    digests = [
+        digest(), digest(rank=1), digest(segments=(8192,)), digest(cache=cache_of(block_size=16)),
+        digest(cache=cache_of(page_size_bytes=2048)), digest(dtype="torch.bfloat16"), digest(cache_dtype="fp8"),
+        digest(quantization="awq"), digest(hf_config=rope), digest(world_size=4), digest(tensor_parallel_size=1),
+        digest(prefix_caching_hash_algo="sha256_cbor"), digest(speculative_config=drafter),
+    ]  # fmt: skip
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    digests.append(digest())
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT")
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    digests.append(digest())
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr(file_namespace.vllm, "__version__", "0.0")
+    digests.append(digest())
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert digest() == digests[0]
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    digests.append(digest())
+    assert len({*digests}) == len(digests)
+
+
+def test_weights_that_are_drawn_are_told_apart_by_their_seed(tmp_path: Path) -> None:
+    one, two = (
+        file_namespace.identity_of_weights(config, config.model_config)
+        for config in (config_of(tmp_path, load_format="dummy", seed=seed) for seed in (0, 1))
+    )
+    assert one != two
+
+
+def test_weights_that_are_not_found_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = config_of(Path("nobody/nothing"))
+    with pytest.raises(InputError, match="weights of nobody/nothing are not found on this machine"):
+        file_namespace.identity_of_weights(config, config.model_config)
+
+
+def test_seeds_that_differ_from_server_to_server_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert hash_seed(config_of(model, prefix_caching_hash_algo="xxhash")) == "7"
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(InputError, match=r"at random.* set the environment variable PYTHONHASHSEED to 0"):
+        hash_seed(config_of(model, prefix_caching_hash_algo="xxhash_cbor"))
+    monkeypatch.setattr(file_namespace.kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "fixed", raising=False)
+    assert hash_seed(config_of(model)) == "fixed"
+    monkeypatch.delattr(file_namespace.kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    with pytest.raises(InputError, match="PYTHONHASHSEED"):
+        hash_seed(config_of(model))
+
+
+@pytest.mark.parametrize(
+    ("more", "spec", "shared", "message"),
+    [
+        ({"lora_config": object()}, FullAttentionSpec, False, "leave out --enable-lora"),
+        ({"is_multimodal_model": True}, FullAttentionSpec, False, "images"),
+        ({}, MambaSpec, False, "windows or states"),
+        ({}, FullAttentionSpec, True, "keep it once"),
+    ],
+)
+def test_what_keys_do_not_tell_apart_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], spec: type, shared: bool, message: str
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    refuse_unnameable(config_of(model), cache_of())
+    with pytest.raises(InputError, match=message):
+        refuse_unnameable(config_of(model, **more), cache_of(spec), shared)

@@ -1,0 +1,238 @@
+"""kvpolicy's tier of files below the host memory of vLLM's own manager of tiers, which needs no device."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure", reason="tiers of this vLLM have another interface")
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+from kvpolicy.errors import InputError
+from kvpolicy_vllm.file_offloading import BoundedFileTier
+from tests.tiers.blocks import files_of
+
+ROW_BYTES = 8192
+CHUNKS = 4
+MAX_GIB = 20 * (ROW_BYTES + 4096) / (1 << 30)
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM seeds its hashes when an engine starts."""
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", kv_cache_utils.DEFAULT_NONE_HASH_SEED)
+
+
+def spec(model: Path, **more: Any) -> Any:
+    """What a tier is told of the server."""
+    group = SimpleNamespace(tokens_per_block=16, layer_names=("layer.0", "layer.1"))
+    parallel = SimpleNamespace(world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1)
+    config = SimpleNamespace(
+        groups=(group,), model=SimpleNamespace(name=str(model), dtype="float16"),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=4), parallel=parallel,
+        worker_kv_bytes_per_block=ROW_BYTES // 4, kv_cache_layout="NHD", replicated_layout=False,
+        canonical_layout=False,
+    )  # fmt: skip
+    for name, value in more.items():
+        setattr(config.model if hasattr(config.model, name) else config, name, value)
+    return SimpleNamespace(config=config)
+
+
+class Server:
+    """vLLM's manager of tiers over host memory for a few chunks, and one request after the other."""
+
+    def __init__(self, directory: Path, model: Path, **more: Any) -> None:
+        self._region = SharedOffloadRegion(f"test-{uuid.uuid4().hex}", CHUNKS, None, ROW_BYTES, ROW_BYTES)
+        primary = CPUPrimaryTierOffloadingManager(CHUNKS, self._region)
+        self.rows = np.asarray(primary.get_kv_memoryview()).view(np.uint8)
+        settings = {
+            "type": "BoundedFileTier", "module_path": "kvpolicy_vllm.file_offloading", "directory": str(directory),
+            "max_gib": MAX_GIB, **more.pop("settings", {}),
+        }  # fmt: skip
+        tier = SecondaryTierFactory.create_secondary_tier(settings, primary.get_kv_memoryview(), spec(model, **more))
+        assert isinstance(tier, BoundedFileTier)
+        self.tier = tier
+        self.manager = TieringOffloadingManager(primary, [tier])
+        self.requests = 0
+
+    def step(self) -> None:
+        if self.tier.tier is not None:
+            self.tier.tier.wait_idle()
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def serve(self, keys: list[OffloadKey]) -> int:
+        """Number of leading chunks that were loaded, with the bytes of each; the others are stored."""
+        self.requests += 1
+        request = ReqContext(f"r{self.requests}")
+        for position, key in enumerate(keys):
+            request.set_offload_key_position(key, position + 1)
+        self.manager.on_new_request(request)
+        hits = 0
+        for key in keys:
+            while (found := self.manager.lookup(key, request)) in (LookupResult.HIT_PENDING, LookupResult.RETRY):
+                self.step()
+            if found != LookupResult.HIT:
+                break
+            hits += 1
+            (chunk,) = self.manager.prepare_load([key], request).chunk_ids
+            assert np.array_equal(self.rows[chunk], bytes_of(key)), "a wrong content was loaded"
+            self.manager.complete_load([key], request)
+        for key in keys[hits:]:
+            stored = self.manager.prepare_store([key], request)
+            assert stored is not None
+            for one, chunk in zip(stored.keys_to_store, stored.store_spec.chunk_ids, strict=True):
+                self.rows[chunk] = bytes_of(one)
+            self.manager.complete_store(stored.keys_to_store, request)
+            self.step()
+        self.manager.touch(keys, request)
+        self.manager.on_request_finished(request)
+        self.step()
+        assert not self.manager.has_pending_work()
+        return hits
+
+    def stop(self) -> None:
+        del self.rows, self.tier._rows
+        self.manager.shutdown()
+
+
+def bytes_of(key: OffloadKey) -> np.ndarray:
+    return np.frombuffer(np.random.default_rng([*key]).bytes(ROW_BYTES), np.uint8)
+
+
+def keys_of(prompt: str, chunks: int, group: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(f"{prompt}/{chunk}".encode(), group) for chunk in range(chunks)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def servers(tmp_path: Path, model: Path) -> Iterator[Any]:
+    started: list[Server] = []
+
+    def start(**more: Any) -> Server:
+        started.append(Server(tmp_path / "kv", more.pop("model", model), **more))
+        return started[-1]
+
+    yield start
+    for server in started:
+        if hasattr(server, "rows"):
+            server.stop()
+
+
+@pytest.mark.feature("BoundedFileTier in vLLM's OffloadingConnector")
+def test_chunks_that_left_host_memory_are_loaded_from_files(servers: Any) -> None:
+    server = servers()
+    prompts = [keys_of(name, 3) for name in "abcd"]
+    assert [server.serve(keys) for keys in prompts] == [0, 0, 0, 0]
+    assert [server.serve(keys) for keys in prompts] == [3, 3, 3, 3], "host memory holds four chunks"
+    usage = server.tier.tier.usage()
+    assert usage.counts["loaded"] >= 9 and usage.blocks == 12
+
+
+def test_a_restart_finds_the_files(servers: Any, tmp_path: Path) -> None:
+    first = servers()
+    keys = keys_of("a", 3)
+    first.serve(keys)
+    first.stop()
+    assert servers().serve(keys) == 3 and len(files_of(tmp_path / "kv")) == 3
+
+
+@pytest.mark.parametrize("other", ["weights", "dtype", "layout", "identity", "seed"])
+def test_no_other_server_finds_them(servers: Any, model: Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = servers()
+    first.serve(keys_of("a", 3))
+    first.stop()
+    more: dict[str, Any] = {}
+    if other == "weights":
+        (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    elif other == "seed":
+        monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"other")
+    elif other == "identity":
+        more["settings"] = {"identity": "adapter 2"}
+    else:
+        more = {"dtype": {"dtype": "bfloat16"}, "layout": {"kv_cache_layout": "HND"}}[other]
+    assert servers(**more).serve(keys_of("a", 3)) == 0
+
+
+def test_groups_and_salts_are_apart(servers: Any) -> None:
+    server = servers()
+    server.serve(keys_of("a", 2))
+    server.serve(keys_of("b", 4))
+    assert server.serve(keys_of("a", 2, group=1)) == 0
+
+
+def test_a_damaged_file_is_computed(servers: Any, tmp_path: Path) -> None:
+    server = servers()
+    server.serve(keys_of("a", 3))
+    server.serve(keys_of("b", 4))
+    for path in files_of(tmp_path / "kv"):
+        os.truncate(path, 4096)
+    assert server.serve(keys_of("a", 3)) == 0
+    assert server.tier.tier.usage().counts["missed_truncated"] > 0
+
+
+def test_the_bound_holds(servers: Any, tmp_path: Path) -> None:
+    server = servers()
+    for number in range(12):
+        server.serve(keys_of(str(number), 3))
+    assert sum(path.stat().st_size for path in files_of(tmp_path / "kv")) <= MAX_GIB * (1 << 30)
+    assert server.tier.tier.usage().counts["evicted"] > 10
+
+
+def test_after_a_reset_nothing_old_is_found_here_and_nothing_new_elsewhere(servers: Any) -> None:
+    server = servers()
+    server.serve(keys_of("a", 3))
+    server.manager.reset_cache()
+    assert server.serve(keys_of("a", 3)) == 0
+    server.serve(keys_of("b", 4))
+    assert server.serve(keys_of("a", 3)) == 3
+    server.serve(keys_of("c", 4))
+    server.stop()
+    assert servers().serve(keys_of("c", 4)) == 0
+
+
+def test_wrong_settings_are_errors_of_the_start(servers: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="model_files: the server's model is 'some/llm'"):
+        servers(model=Path("some/llm"))
+    (tmp_path / "kv").mkdir(mode=0o777)
+    (tmp_path / "kv").chmod(0o777)
+    with pytest.raises(InputError, match="chmod"):
+        servers()
+
+
+def test_a_directory_that_is_lost_before_the_first_request_serves_without_files(
+    servers: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = servers()
+    (tmp_path / "kv").rmdir()
+    (tmp_path / "kv").write_text("")
+    assert server.serve(keys_of("a", 3)) == 0 and server.serve(keys_of("a", 3)) == 3
+    assert server.serve(keys_of("b", 4)) == 0 and server.serve(keys_of("a", 3)) == 0
+
+
+def test_a_random_seed_is_said(servers: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", "0123")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    messages: list[str] = []
+    monkeypatch.setattr("kvpolicy_vllm.file_offloading.logger.warning", lambda text, *_: messages.append(text))
+    servers().serve(keys_of("a", 1))
+    assert len(messages) == 1 and "PYTHONHASHSEED" in messages[0]
