@@ -12,6 +12,7 @@ from kvpolicy.headroom import Headroom, mean
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.class_report import class_rows, class_warnings, has_classes
+from kvpolicy.study.hit_report import has_hits, hit_rows
 from kvpolicy.study.server_flags import DEFAULT, ordered_by
 
 COLUMNS: Mapping[str, str] = {
@@ -62,7 +63,7 @@ class SweepReport:
     def text(self) -> str:
         lines = []
         for place, groups in _by_place(self.results).items():
-            lines += [place, *_table(groups), *class_table(groups), to_win(groups), ""]
+            lines += [place, *_table(groups), *class_table(groups), *hit_table(groups), to_win(groups), ""]
         lines += _notes(self.results)
         lines += [f"failed: {failure.text()}" for failure in self.failed]
         if self.taken_up:
@@ -128,6 +129,12 @@ def class_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     """Lines of a table by class; none where it would say no more than that of all requests."""
     shown = any(has_classes(results) for results in groups.values())
     return ["by class", *aligned(class_rows(groups))] if shown else []
+
+
+def hit_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Lines of a table of what was found of the prompts, by tier; none where nothing was."""
+    shown = any(has_hits(results) for results in groups.values())
+    return ["prompts found in caches", *aligned(hit_rows(groups))] if shown else []
 
 
 def to_win(groups: Mapping[str, Sequence[Result]]) -> str:

@@ -262,6 +262,12 @@ class Engine:
 
     def _record_output(self, output: Any) -> None:
         served, now_s = self._served[output.request_id], self.clock.now_s
+        found = output.prefill_stats
+        if found is not None:  # with the first token
+            loaded = found.num_external_cached_tokens
+            served.tally.hits.admitted(
+                found.num_prompt_tokens, found.num_local_cached_tokens, host_tokens=loaded, loaded_tokens=loaded
+            )
         if output.new_token_ids:
             if served.first_s is None:
                 served.first_s = now_s
