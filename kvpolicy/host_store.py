@@ -1,9 +1,13 @@
-"""Host memory for preempted requests: blocks by content, each content once, saved only when the device loses it.
+"""Host memory for KV: blocks by content, each content once, saved only when the device loses it.
 
 With prefix caching the full blocks of a preempted request stay on the device until other requests take them. A copy of
 a request therefore begins as a list of blocks most of which are still there. Those without a key (a partial last block,
 and every block without prefix caching) are saved at once. The others are watched: a block is saved when its place on
 the device is given away, and one that survives until the request is back is never copied.
+
+With a caching policy, slots that no copy needs are a cache of all requests' contents. The blocks that any request gives
+back are watched as well, and saved where the device loses them. A cached content leaves its slot to a copy that needs
+one, or to another content, by that policy.
 
 Pure bookkeeping, the same for the plugin and for the built-in simulator: it moves nothing and knows no time.
 """
@@ -11,32 +15,42 @@ Pure bookkeeping, the same for the plugin and for the built-in simulator: it mov
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvpolicy.caching.base import CachingPolicy, Chain
+from kvpolicy.caching.tree import Node, Tree
 
 
 @dataclass(slots=True, eq=False)
 class HostBlock:
-    """The content of one KV block that at least one copy needs."""
+    """The content of one KV block that at least one copy needs, or that is cached or watched for the cache."""
 
     key: Hashable | None
     """The engine's hash of the block's tokens and of all before them, with what else decides the content: adapter,
     cache salt. None for a content that no other request can have."""
     place: Any
-    """Where it was on the device when it was first needed, a block id or a simulator's block; it is there while it is
-    watched."""
+    """Where it was on the device when it was last seen there, a block id or a simulator's block; it is there while it
+    is watched."""
     holders: list[Any]
     """Copies that need it, of a class made from :class:`HostCopy`, oldest first."""
     slot: int | None = None
     """Its place in host memory; None while only the device has it."""
     saved_by: int = 0
     """Number of the save that brings it to its slot; 0 before one is made."""
+    node: Node | None = None
+    """Its place among the chains of blocks; None where it is not for the cache."""
 
     @property
     def owner(self) -> Any:
         """The copy that its save is accounted to."""
         return self.holders[0]
+
+    @property
+    def cached(self) -> bool:
+        """Whether it has a slot that no copy needs."""
+        return not self.holders and self.key is not None and self.slot is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,49 +66,85 @@ class HostCopy:
     """Whether a load is reading its slots: they cannot be given up."""
 
 
-def by_owner(blocks: Iterable[HostBlock]) -> list[tuple[Any, list[HostBlock]]]:
-    """Copies in the order of their numbers, each with those of the blocks whose save is accounted to it. Blocks that no
-    copy needs any more are left out."""
+def by_owner(blocks: Iterable[HostBlock], cache: Any = None) -> list[tuple[Any, list[HostBlock]]]:
+    """Copies in the order of their numbers, each with those of the blocks whose save is accounted to it. Blocks that
+    are not needed any more are left out.
+
+    ``cache``: a copy that saves of cached contents are accounted to, without which they are left out.
+    """
     needed: dict[Any, list[HostBlock]] = {}
     for block in blocks:
         if block.holders:
             needed.setdefault(block.owner, []).append(block)
+        elif block.cached and cache is not None:
+            needed.setdefault(cache, []).append(block)
     return sorted(needed.items(), key=lambda item: item[0].number)
 
 
-class HostStore:
-    """Slots of host memory, one KV block each, and the contents that are kept for copies.
+@dataclass(slots=True)
+class CacheCounts:
+    """What became of contents that no copy needed, in blocks since the start."""
 
-    Where slots are short, the copy of the shortest request is given up first. Among copies that is the cheapest one to
-    recompute per byte: a token costs the more the more tokens precede it. ``given_up`` collects such copies until the
-    caller takes them; they hold nothing any more.
+    stored: int = 0
+    """Saved because the device lost them."""
+    refused: int = 0
+    """Not saved: not worth a load, or copies need all slots."""
+    evicted: int = 0
+    """Left their slots, to copies or to other contents."""
+
+
+class HostStore:
+    """Slots of host memory, one KV block each, and the contents that are in them or watched for them.
+
+    Copies come first. Where slots are short, cached contents leave theirs, and then the copy of the shortest request is
+    given up. Among copies that is the cheapest one to recompute per byte: a token costs the more the more tokens
+    precede it. ``given_up`` collects such copies until the caller takes them; they hold nothing any more.
+
+    ``cache``: chooses what is cached, for as many blocks as there are slots; without one nothing is. It knows every
+    content with a key that has a slot, and those that copies need are protected.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, cache: CachingPolicy | None = None) -> None:
         self.total = self.free = slots
+        """Slots in all, and those that no copy needs: unused ones, and those of cached contents."""
         self.given_up: list[Any] = []
+        self.cache = cache
+        self.counts = CacheCounts()
+        self.worth_storing: Callable[[int], bool] = lambda blocks: True
+        """Whether blocks of a chain of so many blocks are stored for the cache: where loading all of them would cost
+        more than computing them, none is."""
         # Freed slots are reused last, so that stale data stays intact as long as possible.
         self._unused = deque(range(slots))
         self._copies: dict[HostCopy, None] = {}
         self._by_key: dict[Hashable, HostBlock] = {}
+        self._tree = Tree()
         self.watched: dict[Hashable, HostBlock] = {}
         """By place, blocks that have to be saved before their place on the device is given away."""
 
     @property
     def used(self) -> int:
+        """Slots that copies need."""
         return self.total - self.free
 
+    @property
+    def cached(self) -> int:
+        """Slots of cached contents."""
+        return self.free - len(self._unused)
+
     def obtainable(self, tokens: int, wanted: float, keys: Iterable[Hashable | None] = ()) -> int:
-        """Slots that a copy of a request of ``tokens`` computed tokens can have: those that are free and, where these
-        are fewer than ``wanted``, those that only copies of shorter requests use.
+        """Slots that a copy of a request of ``tokens`` computed tokens can have: those that no copy needs and, where
+        these are fewer than ``wanted``, those that only copies of shorter requests use.
 
         ``keys``: of the copy's own contents. A slot that holds one of them is in use once the copy is made, whatever is
         given up.
         """
-        if self.free >= wanted:
+        if self.cache is None and self.free >= wanted:
             return self.free
         own = set(keys)
-        return self.free + sum(
+        free = self.free - sum(block is not None and block.cached for block in map(self._by_key.get, own))
+        if free >= wanted:
+            return free
+        return free + sum(
             block.slot is not None
             and (block.key is None or block.key not in own)
             and all(holder.tokens < tokens and not holder.loading for holder in block.holders)
@@ -105,6 +155,67 @@ class HostStore:
         """How many contents with these keys have a slot."""
         found = map(self._by_key.get, keys)
         return sum(block is not None and block.slot is not None for block in found)
+
+    def leading(self, keys: Iterable[Hashable]) -> int:
+        """How many of these contents have a slot, up to the first one that has none."""
+        count = 0
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is None or block.slot is None:
+                break
+            count += 1
+        return count
+
+    # ---- for the cache ----
+
+    def asked(self, chain: Chain) -> None:
+        """A new request has this prompt: the keys of its full blocks. Without effect where nothing is cached."""
+        if self.cache is not None and chain:
+            self.cache.asked(chain, self.leading(chain))
+
+    def given_back(self, chain: Chain, places: Iterable[Hashable], asked: int) -> None:
+        """A request gives its blocks back: the device may lose them from now on. Without effect where nothing is
+        cached.
+
+        ``chain``: keys of its leading full blocks; ``places``: of as many of these as are on the device; ``asked``: how
+        many of them its prompt had.
+        """
+        if self.cache is None or not chain:
+            return
+        if asked < len(chain):
+            self.cache.extended(chain, asked)
+        for node, place in zip(self._tree.nodes(chain), places, strict=False):
+            block = self._by_key.get(node.key)
+            if block is None:
+                block = self._by_key[node.key] = HostBlock(node.key, place, [], node=node)
+            elif block.node is None:
+                block.node = node
+                if block.slot is not None:
+                    self._tell_stored(block)
+            if self.watched.get(block.place) is not block:
+                block.place = place
+                self._watch(block)
+
+    def hold(self, copy: HostCopy, keys: Iterable[Hashable]) -> None:
+        """Let a new copy need contents that :meth:`leading` has found, in order. They are not evicted while it does."""
+        self._copies[copy] = None
+        for key in keys:
+            block = self._by_key[key]
+            self._join(block, copy)
+            copy.blocks.append(block)
+
+    def spoiled(self, block: HostBlock) -> None:
+        """The block's save has failed: nothing is found by its key any more. Copies that need it are the caller's
+        matter."""
+        if block.key is None:
+            return
+        was_cached = block.cached
+        self._unwatch(block)
+        self._forget_key(block)
+        if was_cached:
+            self._free_slot(block)
+
+    # ---- for copies ----
 
     def add(self, copy: HostCopy, contents: Iterable[tuple[Hashable | None, Hashable]]) -> list[HostBlock]:
         """Keep the contents for a new copy; return the blocks that must be saved now, with slots.
@@ -124,7 +235,7 @@ class HostStore:
                     self._by_key[key] = block
                     self._watch(block)
             else:
-                block.holders.append(copy)
+                self._join(block, copy)
             copy.blocks.append(block)
         return [block for block in now if block.holders and self._give_slot(block)]
 
@@ -134,7 +245,13 @@ class HostStore:
         if not watched:
             return []
         gone = [watched.pop(place) for place in places if place in watched]
-        return [block for block in gone if block.holders and self._give_slot(block)]
+        if self.cache is None:
+            return [block for block in gone if block.holders and self._give_slot(block)]
+        gone = [block for block in gone if block.slot is None]
+        needed = [block for block in gone if block.holders]
+        self._make_room(len(needed))
+        saved = [block for block in needed if block.holders and self._give_slot(block)]
+        return saved + self._cache([block for block in gone if not block.holders])
 
     def begin_load(self, copy: HostCopy, wanted: Sequence[int]) -> list[HostBlock]:
         """The copy's blocks with these indices are about to be loaded; its others are no longer needed.
@@ -164,8 +281,8 @@ class HostStore:
         return None if block is None else block.key
 
     def release(self, copy: HostCopy) -> None:
-        """The copy is no longer needed. Contents that no other copy needs are dropped. Without effect on a copy that
-        was released or given up before."""
+        """The copy is no longer needed. Contents that no other copy needs are cached, or dropped. Without effect on a
+        copy that was released or given up before."""
         if copy in self._copies:
             del self._copies[copy]
             for block in copy.blocks:
@@ -173,50 +290,146 @@ class HostStore:
 
     def forget_keys(self) -> None:
         """The keys stand for other contents from now on, as after a change of weights: nothing is found by them."""
-        for block in self._by_key.values():
-            block.key = None
-        self._by_key.clear()
+        for block in list(self._by_key.values()):
+            was_cached = block.cached
+            self._forget_key(block)
+            if was_cached:
+                self._free_slot(block)
         self.watched.clear()
 
+    # ---- one content ----
+
     def _watch(self, block: HostBlock) -> None:
-        earlier = self.watched.get(block.place)
-        if earlier is not None:  # it was given away unnoticed, and its content is gone
-            for holder in list(earlier.holders):
-                self.release(holder)
-                self.given_up.append(holder)
+        earlier = self.watched.pop(block.place, None)
         self.watched[block.place] = block
+        if earlier is None or earlier.slot is not None:
+            return
+        # It was given away unnoticed, and its content is gone.
+        for holder in list(earlier.holders):
+            self.release(holder)
+            self.given_up.append(holder)
+        self._forget_key(earlier)
 
     def _unwatch(self, block: HostBlock) -> None:
         if self.watched.get(block.place) is block:  # another content may be watched there by now
             del self.watched[block.place]
 
     def _forget_key(self, block: HostBlock) -> None:
-        if block.key is not None:
-            del self._by_key[block.key]
-            block.key = None
+        if block.key is None:
+            return
+        del self._by_key[block.key]
+        if self.cache is not None and block.slot is not None:
+            self.cache.lost(block.key)
+        block.key = None
+
+    def _join(self, block: HostBlock, copy: HostCopy) -> None:
+        if block.cached:
+            self.free -= 1
+        block.holders.append(copy)
 
     def _leave(self, block: HostBlock, copy: HostCopy) -> None:
         block.holders.remove(copy)
         if block.holders:
             return
+        if block.slot is not None:
+            self.free += 1
+        if self._stays(block):
+            return
         if block.key is not None:
-            self._forget_key(block)
             self._unwatch(block)
+            self._forget_key(block)
         if block.slot is not None:
             self._unused.append(block.slot)
-            self.free += 1
+
+    def _stays(self, block: HostBlock) -> bool:
+        """Whether a content that no copy needs any more stays, in its slot or watched on the device."""
+        if self.cache is None or block.key is None or block.node is None:
+            return False
+        return self.worth_storing(block.node.reach) if block.slot is not None else self._is_watched(block)
+
+    def _is_watched(self, block: HostBlock) -> bool:
+        return self.watched.get(block.place) is block
+
+    def _free_slot(self, block: HostBlock) -> None:
+        """The slot of a content that was cached is unused."""
+        assert block.slot is not None
+        self._unused.append(block.slot)
+        block.slot = None
+
+    # ---- slots ----
 
     def _give_slot(self, block: HostBlock) -> bool:
-        """Give the block a slot, for which copies may be given up; False where the block is not needed any more, or
-        loads use all slots."""
+        """Give a copy's block a slot, for which cached contents leave theirs and copies may be given up; False where
+        the block is not needed any more, or loads use all slots."""
         while not self.free:
             if not self._give_up(block):
                 return False
             if not block.holders:
                 return False
+        self._make_room(1)
         self.free -= 1
-        block.slot = self._unused.popleft()
+        self._take_slot(block)
         return True
+
+    def _take_slot(self, block: HostBlock) -> None:
+        block.slot = self._unused.popleft()
+        self._tell_stored(block)
+
+    def _tell_stored(self, block: HostBlock) -> None:
+        if self.cache is not None and block.key is not None and block.node is not None:
+            self.cache.stored(block.node.chain, (block.node.position,))
+
+    def _cache(self, lost: Sequence[HostBlock]) -> list[HostBlock]:
+        """Cache what the device is about to lose and no copy needs; return what must be saved for that."""
+        wanted = []
+        for block in lost:
+            if block.key is None:
+                continue  # a copy that needed it was given up
+            if block.node is not None and self.worth_storing(block.node.reach):
+                wanted.append((block.node.position, block))
+            else:
+                self._forget_key(block)
+                self.counts.refused += 1
+        if len(wanted) > len(self._unused):  # a hit needs what is before a block, too
+            wanted.sort(key=lambda item: item[0])
+            parents = {block.node.parent.key for _, block in wanted if block.node and block.node.parent}
+            self._make_room(len(wanted), parents)
+        saved = []
+        for _, block in wanted:
+            if self._unused:
+                self._take_slot(block)
+                saved.append(block)
+                self.counts.stored += 1
+            else:
+                self._forget_key(block)
+                self.counts.refused += 1
+        return saved
+
+    def _make_room(self, slots: int, needed: Container[Hashable] | None = None) -> None:
+        """Let cached contents leave their slots until so many are unused, or nothing is cached.
+
+        ``needed``: keys of contents that are not evicted, even where too few slots become unused; None for a copy.
+        """
+        count = min(slots - len(self._unused), self.cached)
+        if count <= 0:
+            return
+        assert self.cache is not None, "nothing is cached without a policy"
+        for key in self.cache.evict(count, _Protected(self._by_key, needed or ())):
+            self._evicted(self._by_key[key])
+        if needed is not None or len(self._unused) >= slots:
+            return
+        # The policy has none to give up, as where copies need what continues each of them.
+        for block in [block for block in self._by_key.values() if block.cached][: slots - len(self._unused)]:
+            self.cache.lost(block.key)
+            self._evicted(block)
+
+    def _evicted(self, block: HostBlock) -> None:
+        """A cached content leaves host memory; the policy knows."""
+        self._free_slot(block)
+        self.counts.evicted += 1
+        if not self._is_watched(block):
+            del self._by_key[block.key]
+            block.key = None
 
     def _give_up(self, block: HostBlock) -> bool:
         """Give up the copy of the shortest request that uses slots or needs the block; False where there is none."""
@@ -231,3 +444,14 @@ class HostStore:
         self.release(shortest)
         self.given_up.append(shortest)
         return True
+
+
+class _Protected:
+    """Keys of contents that may not be evicted: copies need them, or they are ``needed``."""
+
+    def __init__(self, by_key: Mapping[Hashable, HostBlock], needed: Container[Hashable]) -> None:
+        self._by_key, self._needed = by_key, needed
+
+    def __contains__(self, key: object) -> bool:
+        block = self._by_key.get(key)
+        return block is None or not block.cached or key in self._needed

@@ -7,6 +7,7 @@ from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.caching.by_cost import ByCost
 from kvpolicy.caching.by_use import Lfu, Lru
 from kvpolicy.caching.prompt_replay import Replayed, chains_of, hindsight, replay
+from kvpolicy.caching.tree import Node, Tree
 
 KINDS: Mapping[str, type[CachingPolicy]] = {kind.name: kind for kind in (Lru, Lfu, Arc, S3Fifo, ByCost)}
 
@@ -17,8 +18,10 @@ __all__ = [
     "CachingPolicy",
     "Lfu",
     "Lru",
+    "Node",
     "Replayed",
     "S3Fifo",
+    "Tree",
     "chains_of",
     "hindsight",
     "replay",

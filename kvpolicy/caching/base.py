@@ -18,8 +18,9 @@ Chain = Sequence[Key]
 class CachingPolicy(ABC):
     """Knows the blocks that are there, at most ``capacity``, and chooses which of them to give up.
 
-    Its owner calls :meth:`asked` for every prompt, then :meth:`evict` for as many blocks as it has to store beyond the
-    capacity, then :meth:`stored`.
+    Its owner calls :meth:`asked` for every prompt, :meth:`extended` where a request has generated blocks beyond its
+    prompt, and, whenever it has blocks to store, :meth:`evict` for as many as there is no room for, then
+    :meth:`stored`. Blocks may be stored long after they were asked for.
     """
 
     name: str
@@ -46,6 +47,10 @@ class CachingPolicy(ABC):
     @abstractmethod
     def asked(self, chain: Chain, hits: int) -> None:
         """A request has this prompt, whose first ``hits`` blocks are there."""
+
+    def extended(self, chain: Chain, asked: int) -> None:  # noqa: B027  # most policies have nothing to learn from it
+        """A request has ended whose prompt was asked for and had the first ``asked`` blocks of this chain. The others
+        hold what it has generated."""
 
     @abstractmethod
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
