@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from math import inf
+from statistics import fmean
 
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
 from kvpolicy.caching.returns import Class, Returns, Visit
@@ -130,12 +131,22 @@ class ByCost(CachingPolicy):
             self._gone.popitem(last=False)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
+        return self._evict(count, protected, inf)
+
+    def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
+        """See :class:`CachingPolicy`. What is there stays where it is worth more than the newcomers are on average:
+        they are of use together."""
+        worth = [self._value(record) for key in newcomers if (record := self._known(key)) is not None]
+        return self._evict(count, protected, fmean(worth) if worth else inf)
+
+    def _evict(self, count: int, protected: Container[Key], worth: float) -> list[Key]:
+        """Give up blocks of at most that value."""
         evicted: list[Key] = []
         while len(evicted) < count:
-            key = self._lowest(self._drawn(), protected)
+            value, key = self._lowest(self._drawn(), protected)
             if key is None:
-                key = self._lowest(self._leaves, protected)
-            if key is None:
+                value, key = self._lowest(self._leaves, protected)
+            if key is None or value > worth:
                 break
             self.lost(key)
             evicted.append(key)
@@ -147,16 +158,18 @@ class ByCost(CachingPolicy):
             return iter(leaves)
         return (leaves[int(self._rng.random() * len(leaves))] for _ in range(SAMPLE))
 
-    def _lowest(self, keys: Iterator[Key] | Sequence[Key], protected: Container[Key]) -> Key | None:
+    def _lowest(self, keys: Iterator[Key] | Sequence[Key], protected: Container[Key]) -> tuple[float, Key | None]:
         least, found = inf, None
         for key in keys:
             if key in protected:
                 continue
-            record = self._there[key]
-            value = self._returns.rate(record.visit, record.name) * self._price(record.position)
+            value = self._value(self._there[key])
             if value < least:
                 least, found = value, key
-        return found
+        return least, found
+
+    def _value(self, record: Record) -> float:
+        return self._returns.rate(record.visit, record.name) * self._price(record.position)
 
     def lost(self, key: Key) -> None:
         record = self._there.pop(key, None)
