@@ -91,7 +91,7 @@ class PromptCache:
     """What host memory holds of prompts and answers that no copy of a preempted request needs, and files below it."""
 
     policy: str
-    """Which contents host memory has, by name; see :func:`kvpolicy.caching.load_caching`."""
+    """Which contents host memory has, by name; see :mod:`kvpolicy.caching.spec`."""
     file_blocks: int = 0
     """Blocks that the files hold, by the same policy; 0 for none. They take what leaves host memory."""
     file_bytes_per_s: float = 3e9

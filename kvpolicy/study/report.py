@@ -13,7 +13,7 @@ from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.class_report import class_rows, class_warnings, has_classes
 from kvpolicy.study.hit_report import has_hits, hit_rows
-from kvpolicy.study.server_flags import DEFAULT, ordered_by
+from kvpolicy.study.server_flags import DEFAULT, cache_words, ordered_by
 
 COLUMNS: Mapping[str, str] = {
     "tok/s": "{throughput_tok_s:.1f}",
@@ -163,6 +163,7 @@ def server_words(serving: Mapping[str, Any], device: str) -> str:
     return (
         f"at most {serving['token_budget']} tokens a step and {serving['max_num_seqs']} requests, scheduling {ahead} "
         f"({own}, unless set by a flag)" + "".join(f", {name} {text}" for name, text in ordered_by(serving).items())
+        + cache_words(serving)
     )
 
 

@@ -75,6 +75,8 @@ class VllmScheduler:
         """See :meth:`kvpolicy.simulator.Simulator.run`."""
         if server.rules != self.rules:
             raise InputError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
+        if server.cache is not None:
+            raise InputError("cache is given: vLLM's scheduler is simulated without a cache in host memory")
         start_s = self._wall()
         identity = Identity(requests, policy, server, times, seed)
         engine = f"vllm {vllm.__version__}, its scheduler alone"
