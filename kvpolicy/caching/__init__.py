@@ -7,6 +7,7 @@ from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.caching.by_cost import ByCost
 from kvpolicy.caching.by_use import Lfu, Lru
 from kvpolicy.caching.foreseen import Foreseen
+from kvpolicy.caching.guarded import Guarded
 from kvpolicy.caching.prompt_replay import Replayed, chains_of, hindsight, replay
 from kvpolicy.caching.tree import Node, Tree
 
@@ -18,6 +19,7 @@ __all__ = [
     "ByCost",
     "CachingPolicy",
     "Foreseen",
+    "Guarded",
     "Lfu",
     "Lru",
     "Node",

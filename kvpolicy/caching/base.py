@@ -25,8 +25,10 @@ class CachingPolicy(ABC):
 
     name: str
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
+        """Number of blocks there may be; whoever owns a policy that was loaded by a module path sets it before the
+        first call."""
 
     @abstractmethod
     def __contains__(self, key: Key) -> bool: ...
@@ -49,8 +51,8 @@ class CachingPolicy(ABC):
         """A request has this prompt, whose first ``hits`` blocks are there."""
 
     def extended(self, chain: Chain, asked: int) -> None:  # noqa: B027  # most policies have nothing to learn from it
-        """A request has ended whose prompt was asked for and had the first ``asked`` blocks of this chain. The others
-        hold what it has generated."""
+        """A request whose prompt was asked for, and had the first ``asked`` blocks of this chain, has generated what
+        the others hold. May be called again as the request goes on."""
 
     @abstractmethod
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:

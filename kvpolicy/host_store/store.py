@@ -1,96 +1,14 @@
-"""Host memory for KV: blocks by content, each content once, saved only when the device loses it.
-
-With prefix caching the full blocks of a preempted request stay on the device until other requests take them. A copy of
-a request therefore begins as a list of blocks most of which are still there. Those without a key (a partial last block,
-and every block without prefix caching) are saved at once. The others are watched: a block is saved when its place on
-the device is given away, and one that survives until the request is back is never copied.
-
-With a caching policy, slots that no copy needs are a cache of all requests' contents. The blocks that any request gives
-back are watched as well, and saved where the device loses them. A cached content leaves its slot to a copy that needs
-one, or to another content, by that policy.
-
-Pure bookkeeping, the same for the plugin and for the built-in simulator: it moves nothing and knows no time.
-"""
+"""Slots of host memory: which contents are in them, and which are watched on the device."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvpolicy.caching.base import CachingPolicy, Chain
-from kvpolicy.caching.tree import Node, Tree
-
-
-@dataclass(slots=True, eq=False)
-class HostBlock:
-    """The content of one KV block that at least one copy needs, or that is cached or watched for the cache."""
-
-    key: Hashable | None
-    """The engine's hash of the block's tokens and of all before them, with what else decides the content: adapter,
-    cache salt. None for a content that no other request can have."""
-    place: Any
-    """Where it was on the device when it was last seen there, a block id or a simulator's block; it is there while it
-    is watched."""
-    holders: list[Any]
-    """Copies that need it, of a class made from :class:`HostCopy`, oldest first."""
-    slot: int | None = None
-    """Its place in host memory; None while only the device has it."""
-    saved_by: int = 0
-    """Number of the save that brings it to its slot; 0 before one is made."""
-    node: Node | None = None
-    """Its place among the chains of blocks; None where it is not for the cache."""
-
-    @property
-    def owner(self) -> Any:
-        """The copy that its save is accounted to."""
-        return self.holders[0]
-
-    @property
-    def cached(self) -> bool:
-        """Whether it has a slot that no copy needs."""
-        return not self.holders and self.key is not None and self.slot is not None
-
-
-@dataclass(slots=True, eq=False)
-class HostCopy:
-    """What a preempted request needs to come back without a recompute."""
-
-    tokens: int
-    """Tokens whose KV the blocks hold."""
-    number: int = 0
-    """Rises in the order in which an engine makes copies."""
-    blocks: list[HostBlock] = field(default_factory=list)
-    loading: bool = False
-    """Whether a load is reading its slots: they cannot be given up."""
-
-
-def by_owner(blocks: Iterable[HostBlock], cache: Any = None) -> list[tuple[Any, list[HostBlock]]]:
-    """Copies in the order of their numbers, each with those of the blocks whose save is accounted to it. Blocks that
-    are not needed any more are left out.
-
-    ``cache``: a copy that saves of cached contents are accounted to, without which they are left out.
-    """
-    needed: dict[Any, list[HostBlock]] = {}
-    for block in blocks:
-        if block.holders:
-            needed.setdefault(block.owner, []).append(block)
-        elif block.cached and cache is not None:
-            needed.setdefault(cache, []).append(block)
-    return sorted(needed.items(), key=lambda item: item[0].number)
-
-
-@dataclass(slots=True)
-class CacheCounts:
-    """What became of contents that no copy needed, in blocks since the start."""
-
-    stored: int = 0
-    """Saved because the device lost them."""
-    refused: int = 0
-    """Not saved: not worth a load, or copies need all slots."""
-    evicted: int = 0
-    """Left their slots, to copies or to other contents."""
+from kvpolicy.caching.tree import Tree
+from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy
 
 
 class HostStore:
@@ -197,11 +115,15 @@ class HostStore:
                 self._watch(block)
 
     def hold(self, copy: HostCopy, keys: Iterable[Hashable]) -> None:
-        """Let a new copy need contents that :meth:`leading` has found, in order. They are not evicted while it does."""
+        """Let a new copy need contents that :meth:`leading` has found, in order. They are not evicted while it does.
+        One that is not there is a block without a slot, which cannot be loaded."""
         self._copies[copy] = None
         for key in keys:
-            block = self._by_key[key]
-            self._join(block, copy)
+            block = self._by_key.get(key)
+            if block is None or block.slot is None:
+                block = HostBlock(None, None, [copy])
+            else:
+                self._join(block, copy)
             copy.blocks.append(block)
 
     def spoiled(self, block: HostBlock) -> None:
@@ -266,7 +188,7 @@ class HostStore:
                 self._leave(block, copy)
         copy.blocks = [copy.blocks[index] for index in wanted]
         copy.loading = True
-        there = [block for block in copy.blocks if block.slot is None]
+        there = [block for block in copy.blocks if block.slot is None and block.place is not None]
         for block in there:
             self._unwatch(block)
         saved = [block for block in there if self._give_slot(block)]
