@@ -162,7 +162,8 @@ class Engine:
         """Set when the step begins and ends, with the copies that it brings."""
         evicted = self.scheduler.pool.evicted
         if evicted:
-            self.copies.lost(evicted)
+            if self.copies.lost(evicted):  # a waiting request may find more in host memory, or less
+                self.scheduler.blocked = False
             evicted.clear()
         if self.copies.waiting:
             step.to_save, step.to_load = self.copies.take()

@@ -110,7 +110,12 @@ class Demoting(CachingPolicy):
             self._place[chain[position]] = chain, position
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
-        evicted = self._above.evict(count, protected)
+        return self._demoted(self._above.evict(count, protected))
+
+    def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
+        return self._demoted(self._above.make_room(count, protected, newcomers))
+
+    def _demoted(self, evicted: list[Key]) -> list[Key]:
         places = sorted((self._place.pop(key) for key in evicted), key=lambda place: place[1])
         for chain, position in places:  # a block is of use only with those before it
             self._files.write(chain, position)

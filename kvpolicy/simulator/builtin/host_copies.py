@@ -83,9 +83,11 @@ class HostPool:
         self._queue_saves(self._store.add(copy, contents))
         return copy
 
-    def lost(self, blocks: Iterable[KeyedBlock]) -> None:
-        """The device gives these blocks away: save what copies need of them."""
+    def lost(self, blocks: Iterable[KeyedBlock]) -> bool:
+        """The device gives these blocks away: save what copies need of them, and what is cached. Return whether what
+        is cached may have changed."""
         self._queue_saves(self._store.lost(blocks))
+        return self._caching
 
     # ---- what no copy needs ----
 
