@@ -338,3 +338,13 @@ def test_what_is_found_is_what_was_lost(seed: int, kind: str) -> None:
     assert device.store.used == 0
     device.store.forget_keys()
     assert len(device.store._unused) == device.store.total and len(device.store._tree) == 0
+
+
+def test_a_copy_that_is_given_up_while_its_blocks_are_lost_leaves_each_in_one_slot() -> None:
+    """The first block has its slot when the second one finds none but that."""
+    store = HostStore(1, Lru(1))
+    copy = HostCopy(40)
+    places = serve(store, "ab", 10)
+    store.add(copy, [("a", 10), ("ab", 11)])
+    store.lost(places)
+    assert store.given_up == [copy] and (store.used, store.cached, len(store._unused)) == (0, 1, 0)

@@ -173,7 +173,8 @@ class HostStore:
         needed = [block for block in gone if block.holders]
         self._make_room(len(needed))
         saved = [block for block in needed if block.holders and self._give_slot(block)]
-        return saved + self._cache([block for block in gone if not block.holders])
+        # One that got a slot for a copy that was given up for the next is cached by now.
+        return saved + self._cache([block for block in gone if not block.holders and block.slot is None])
 
     def begin_load(self, copy: HostCopy, wanted: Sequence[int]) -> list[HostBlock]:
         """The copy's blocks with these indices are about to be loaded; its others are no longer needed.
