@@ -17,7 +17,7 @@ import numpy as np
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.fields import POSITIVE, WrongValue, option, validate
 from kvpolicy.json_values import finite
-from kvpolicy.prefix_hits import PrefixHits, PrefixHitTally
+from kvpolicy.prefix_hits import NO_HITS, PrefixHits, PrefixHitTally
 
 MIN_S = 1e-9
 MAX_S = 1e7
@@ -232,7 +232,7 @@ class ClassSummary:
     nan where it was not noted."""
     longest_pause_s: float = nan
     """The longest of all the times of :attr:`longest_gap_s`."""
-    prefix_hits: PrefixHits = PrefixHits()
+    prefix_hits: PrefixHits = NO_HITS
     """What was found of the prompts; without a prompt where it was not counted."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -31,6 +31,9 @@ class PrefixHits:
         return cls(*(sum(column) for column in zip(*(astuple(part) for part in (cls(), *parts)), strict=True)))
 
 
+NO_HITS = PrefixHits()
+
+
 class PrefixHitTally:
     """Accumulates :class:`PrefixHits`."""
 

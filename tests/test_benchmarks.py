@@ -684,7 +684,7 @@ def test_caching_policies_compares_them_on_prompts_that_share_prefixes(tmp_path:
 
 
 def test_caching_policies_takes_tables_of_lengths_and_the_prices_of_a_cost_model(tmp_path: Path) -> None:
-    """Conversations of five turns; loads over a slow link save less than computing costs, so that hits are worth less."""
+    """Conversations of six turns; what a hit saves is less the load, by a cost model."""
     rows = [f"{300 * turn + talk % 7},{250}" for talk in range(120) for turn in range(1, 12, 2)]
     (tmp_path / "lengths").mkdir()
     lines = "prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n"

@@ -1,4 +1,4 @@
-"""Belady's rule as a caching policy, for simulations that know the prompts to come: a reference, which no server has."""
+"""Belady's rule as a caching policy, for simulations that know the prompts to come: a reference that no server has."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvpolicy.headroom import Headroom
 from kvpolicy.latency import NO_SLO, UNKNOWN, ClassSummary, Slo, Tail
 from kvpolicy.order import Fcfs, Order, is_stock
 from kvpolicy.policy import Policy
-from kvpolicy.prefix_hits import PrefixHits
+from kvpolicy.prefix_hits import NO_HITS, PrefixHits
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
 
@@ -223,7 +223,7 @@ class Summary:
     """Those that did, over the makespan; None where there are none."""
     longest_pause_s: float = nan
     """The longest of all the times of :attr:`longest_gap_s`."""
-    prefix_hits: PrefixHits = PrefixHits()
+    prefix_hits: PrefixHits = NO_HITS
     """What was found of all prompts, by tier."""
 
 

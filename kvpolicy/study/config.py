@@ -71,7 +71,9 @@ class Serving:
         f"Caching policy by which host memory that no preempted request needs holds prompts. {caching.HELP}.",
         caching.OFF,
     )
-    file_gib: float = option("Files below that cache, of one rank, GiB. They take what leaves host memory.", 0.0, AMOUNT)
+    file_gib: float = option(
+        "Files below that cache, of one rank, GiB. They take what leaves host memory.", 0.0, AMOUNT
+    )
     file_link: SimulatedLink | None = option(
         f"Device of these files, in each direction: {LINK_FORM}. Default: {FILE_LINK.text}.", None, metavar="LINK"
     )

@@ -162,7 +162,8 @@ def server_words(serving: Mapping[str, Any], device: str) -> str:
     ahead = "one step ahead" if serving["asynchronous"] else "step by step"
     return (
         f"at most {serving['token_budget']} tokens a step and {serving['max_num_seqs']} requests, scheduling {ahead} "
-        f"({own}, unless set by a flag)" + "".join(f", {name} {text}" for name, text in ordered_by(serving).items())
+        f"({own}, unless set by a flag)"
+        + "".join(f", {name} {text}" for name, text in ordered_by(serving).items())
         + cache_words(serving)
     )
 

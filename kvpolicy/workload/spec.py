@@ -14,9 +14,9 @@ the rate at which they begin; ``users`` is a number of users with one session af
 seconds between two). In a join every part may have a ``share`` of the whole's ``n`` and ``rate``.
 
 Options of files: ``skip_damaged=true`` skips and counts damaged rows, ``sort=true`` (azure, burstgpt, arrivals,
-mooncake) sorts by arrival. lengths: ``draw``, a number of rows drawn with replacement; or ``think``, by which rows whose
-prompts grow are conversations, with the options of sharegpt but ``tokens_per_word``. agentic: ``sessions``, a number of
-sessions from the start; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds),
+mooncake) sorts by arrival. lengths: ``draw``, a number of rows drawn with replacement; or ``think``, by which rows
+whose prompts grow are conversations, with the options of sharegpt but ``tokens_per_word``. agentic: ``sessions``, a
+number of sessions from the start; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds),
 ``think_variation``, ``tokens_per_word``, ``block`` (tokens), ``sessions``. ``arrivals`` is at-once, poisson, even,
 gamma (``variation``), weibull (``shape``), bursts (``on``, ``off`` seconds) or groups (``size``: requests that arrive
 together); Poisson where only a rate is given. sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``,

@@ -1,4 +1,4 @@
-"""The tiers below the device that hold what no preempted request needs: made from a server, and reads from its files."""
+"""The tiers below the device that hold what no preempted request needs, and the reads that requests wait for."""
 
 from __future__ import annotations
 

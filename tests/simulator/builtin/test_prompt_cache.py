@@ -32,7 +32,10 @@ def talks(*ids: int, tokens: int = 96, gap_s: float = 1.0) -> Workload:
     return Workload("talks", requests, 0)
 
 
-def run(work: Workload, server: Server = SERVER, spec: str = "always-swap", simulator: Builtin = Builtin()) -> Run:
+PLAIN = Builtin()
+
+
+def run(work: Workload, server: Server = SERVER, spec: str = "always-swap", simulator: Builtin = PLAIN) -> Run:
     return simulator.run(work, policy.load_policy(spec), server, TIMES, sink=MemorySink())
 
 
@@ -81,7 +84,13 @@ def test_host_memory_holds_what_its_policy_keeps() -> None:
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_leaps_change_nothing_and_no_slot_is_lost(asynchronous: bool, overlapped: bool) -> None:
     requests = tuple(
-        Request(0.005 * number, 129 + 7 * (number % 9), 30 + number % 40, tuple(100 * (number % 7) + b for b in range(8)), 16)
+        Request(
+            0.005 * number,
+            129 + 7 * (number % 9),
+            30 + number % 40,
+            tuple(100 * (number % 7) + b for b in range(8)),
+            16,
+        )
         for number in range(60)
     )
     server = replace(
