@@ -165,9 +165,7 @@ class CopyBook:
         copy.load_tokens = tokens
         self._queue_load(copy, wanted, block_ids)
 
-    def load_contents(
-        self, request_id: str, keys: Sequence[Hashable], block_ids: tuple[int, ...], tokens: int
-    ) -> None:
+    def load_contents(self, request_id: str, keys: Sequence[Hashable], block_ids: tuple[int, ...], tokens: int) -> None:
         """Queue the load of contents of other requests, of ``tokens`` tokens, into ``block_ids``."""
         copy = Copy(0, self._number(), request_id=request_id, preemption_id=CACHE_COPY)
         self._of_request[request_id] = copy
