@@ -40,12 +40,12 @@ POLICIES = ("lru", "lfu", "arc", "s3fifo", "cost")
 NONE, HINDSIGHT = "none", "hindsight"
 CONTEXT = 131072
 FILES: Mapping[str, tuple[str, str]] = {
-    "Mooncake, conversations": ("traces/mooncake_conversation*.jsonl.gz", "mooncake:{file}?n=1500&rate=1.2"),
+    "Mooncake, conversations": ("traces/mooncake_conversation*.jsonl.gz", "mooncake:{file}?n=1000&rate=0.5"),
     "agentic sessions": (
-        "traces/agentic_*.jsonl.gz", "agentic:{file}?closed=false&arrivals=poisson&rate=0.02&seed=0&n=1500"
+        "traces/agentic_*.jsonl.gz", "agentic:{file}?closed=false&arrivals=poisson&rate=0.02&seed=0&n=1000"
     ),
     "ShareGPT, conversations": (
-        "lengths/sharegpt_*.csv.gz", f"lengths:{{file}}?think=60&arrivals=poisson&rate=2&seed=0&block={BLOCK}&n=3000"
+        "lengths/sharegpt_*.csv.gz", f"lengths:{{file}}?think=60&arrivals=poisson&rate=2&seed=0&block={BLOCK}&n=2000"
     ),
 }  # fmt: skip
 """Files below the folder of data and the workload made of one, by name."""

@@ -46,7 +46,8 @@ def block_price(
         right = min(max(1, bisect_right(places, index)), len(places) - 1)
         left = right - 1
         slope = (prices[right] - prices[left]) / (places[right] - places[left])
-        return max(0.0, prices[left] + slope * (index - places[left]))
+        price_s: float = prices[left] + slope * (index - places[left])
+        return max(0.0, price_s)
 
     return price
 

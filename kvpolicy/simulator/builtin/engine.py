@@ -68,10 +68,10 @@ class Engine:
         self.scheduler = Scheduler(
             server, pool, self.copies, victims, self._preempting, self._admitted, self.ordering, self.reads.delays
         )
-        about = {"scheduler": self.scheduler, "copies": self.copies}
-        self.copies.loads = partial(self.preemptions.loads, **about)
-        self.copies.loads_hit = partial(self.preemptions.loads_hit, **about)
-        self.reads.worth = partial(self.preemptions.reads, **about)
+        decided = self.preemptions
+        self.copies.loads = partial(decided.loads, scheduler=self.scheduler, copies=self.copies)
+        self.copies.loads_hit = partial(decided.loads_hit, scheduler=self.scheduler, copies=self.copies)
+        self.reads.worth = partial(decided.reads, scheduler=self.scheduler, copies=self.copies)
         self.copies.load_share = load_share
         self.present = 0
         """Requests that have arrived and not finished."""
