@@ -1,12 +1,15 @@
 """What caching policies save of computing prompts, in one tier of bounded size: recorded prompts with shared prefixes.
 
-    python benchmarks/caching_policies.py --data DIR [--shares S,S,...] [--sessions-per-min R] [--seeds N] [--json FILE]
+    python benchmarks/caching_policies.py --data DIR [--shares S,S,...] [--sessions-per-min R]
+        [--conversations-per-min R] [--think S] [--seeds N] [--cost-model MODEL] [--json FILE]
 
-DIR holds ``traces/mooncake_*.jsonl.gz`` and ``traces/agentic_*.jsonl.gz``. Every prompt is asked for in the order of
-arrival and stored whole; capacities are shares of the distinct blocks. A block's price is what Llama-3.1-8B computes
-for its tokens after those before it, by its FLOPs on an H100: longer prompts cost more per token. Blocks of agentic
-sessions are of 1,024 tokens, sixteen of the recorded ones; when sessions start was not recorded and is drawn, as often
-as there are seeds.
+DIR holds ``traces/mooncake_*.jsonl.gz``, ``traces/agentic_*.jsonl.gz`` and ``lengths/sharegpt_*.csv.gz``. Every prompt
+is asked for in the order of arrival and stored whole; capacities are shares of the distinct blocks. A block's price is
+what Llama-3.1-8B computes for its tokens after those before it, by its FLOPs on an H100: longer prompts cost more per
+token. With ``--cost-model``, a folder, a shipped model or ``analytic:DEVICE[@LINK]:CONFIG``, it is what that model says
+of computing these tokens less what it says of loading them. Blocks of agentic sessions are of 1,024 tokens, sixteen of
+the recorded ones; when sessions start was not recorded and is drawn, as often as there are seeds. ShareGPT's table has
+lengths only: rows whose prompts grow are taken for conversations, and their starts and pauses are drawn.
 
 Printed: the share of the seconds that ``lru`` saves, and what the others save over it; beside them what hindsight
 saves, the better of Belady's rule and the same by price. That is a reference and no limit.
@@ -28,8 +31,10 @@ from statistics import fmean
 
 from matrix_places import LLAMA_3_1_8B
 
+from kvpolicy import cost
 from kvpolicy.caching import KINDS, ByCost, chains_of, hindsight, replay
 from kvpolicy.caching.base import Chain
+from kvpolicy.cost.block_price import block_price
 from kvpolicy.hardware.sheets import devices
 from kvpolicy.shape import ModelShape
 from kvpolicy.study.report import aligned
@@ -39,6 +44,11 @@ DEVICE = "H100-SXM"
 SHARES = "0.01,0.02,0.05,0.1,0.2,0.4"
 JOINED = 16
 """Recorded blocks of an agentic session that are one here."""
+SHAREGPT_BLOCK = 128
+"""Tokens of a block of ShareGPT's conversations."""
+Price = Callable[[int], float]
+Trace = tuple[str, int, list[Chain]]
+"""Name, tokens of a block, and prompts."""
 RIVALS = ("lru", "arc", "s3fifo")
 ROOM, MIN_GAIN, MIN_OF_BEST = 1.3, 1.10, 0.97
 
@@ -63,26 +73,43 @@ class Row:
         return self.saved_s["cost"] / max(self.saved_s[name] for name in RIVALS)
 
 
-def price(block_tokens: int) -> Callable[[int], float]:
+def prices(cost_model: str | None) -> Callable[[int], Price]:
+    """What gives the price of a block by its index, for blocks of so many tokens."""
+    if cost_model is None:
+        return by_flops
+    model = cost.load(cost_model)
+    bytes_per_token = model.provenance.kv_bytes_per_token
+    return lambda block_tokens: block_price(model, block_tokens, round(bytes_per_token * block_tokens))
+
+
+def by_flops(block_tokens: int) -> Price:
     shape, speed = ModelShape.from_config(LLAMA_3_1_8B), devices()[DEVICE].bf16_flops
     linear = shape.linear_flops_per_token * block_tokens / speed
     pairs = shape.attention_flops_per_pair * block_tokens**2 / speed
     return lambda position: linear + pairs * (position + 0.5)
 
 
-def traces(data: Path, seeds: int, sessions_per_min: float) -> Iterator[tuple[str, int, list[Chain]]]:
-    """Name, tokens of a block, and prompts."""
+def traces(options: argparse.Namespace) -> Iterator[Trace]:
+    data, seeds = options.data, options.seeds
     for file in sorted((data / "traces").glob("mooncake_*.jsonl.gz")):
         yield file.name.partition(".")[0], 512, list(chains_of(open_workload(f"mooncake:{file}")))
     for file in sorted((data / "traces").glob("agentic_*.jsonl.gz")):
         for seed in range(seeds):
-            text = f"agentic:{file}?closed=false&arrivals=poisson&rate={sessions_per_min / 60}&seed={seed}"
+            text = f"agentic:{file}?closed=false&arrivals=poisson&rate={options.sessions_per_min / 60}&seed={seed}"
             name = f"{file.name.partition('.')[0]}, seed {seed}"
             yield name, 64 * JOINED, list(chains_of(open_workload(text), JOINED))
+    for file in sorted((data / "lengths").glob("sharegpt_*.csv.gz")):
+        for seed in range(seeds):
+            text = (
+                f"lengths:{file}?think={options.think}&arrivals=poisson&rate={options.conversations_per_min / 60}"
+                f"&block={SHAREGPT_BLOCK}&seed={seed}"
+            )
+            name = f"{file.name.partition('.')[0]}, seed {seed}"
+            yield name, SHAREGPT_BLOCK, list(chains_of(open_workload(text)))
 
 
-def row(trace: str, block_tokens: int, chains: Sequence[Chain], share: float) -> Row:
-    costs, blocks = price(block_tokens), len({key for chain in chains for key in chain})
+def row(trace: str, block_tokens: int, chains: Sequence[Chain], share: float, costs: Price) -> Row:
+    blocks = len({key for chain in chains for key in chain})
     capacity = max(1, int(share * blocks))
     saved_s = {
         name: replay(chains, ByCost(capacity, costs) if kind is ByCost else kind(capacity), costs).saved_s
@@ -132,16 +159,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--shares", default=SHARES, help="capacities, as shares of the distinct blocks")
     parser.add_argument("--sessions-per-min", type=float, default=3.0)
+    parser.add_argument("--conversations-per-min", type=float, default=60.0)
+    parser.add_argument("--think", type=float, default=60.0, help="mean pause in ShareGPT's conversations, seconds")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cost-model", help="cost model that gives the prices; default: FLOPs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    price_of = prices(options.cost_model)
     rows = [
-        row(name, tokens, chains, float(share))
-        for name, tokens, chains in traces(options.data, options.seeds, options.sessions_per_min)
+        row(name, tokens, chains, float(share), price_of(tokens))
+        for name, tokens, chains in traces(options)
         for share in options.shares.split(",")
     ]
     if not rows:
-        parser.error(f"{options.data}: holds no traces/mooncake_*.jsonl.gz and no traces/agentic_*.jsonl.gz")
+        parser.error(
+            f"{options.data}: holds no traces/mooncake_*.jsonl.gz, traces/agentic_*.jsonl.gz or "
+            "lengths/sharegpt_*.csv.gz"
+        )
     print("\n".join([*table(rows), *(lines := bars(rows))]))
     if options.json is not None:
         found = [

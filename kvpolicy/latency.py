@@ -17,6 +17,7 @@ import numpy as np
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.fields import POSITIVE, WrongValue, option, validate
 from kvpolicy.json_values import finite
+from kvpolicy.prefix_hits import NO_HITS, PrefixHits, PrefixHitTally
 
 MIN_S = 1e-9
 MAX_S = 1e7
@@ -231,6 +232,8 @@ class ClassSummary:
     nan where it was not noted."""
     longest_pause_s: float = nan
     """The longest of all the times of :attr:`longest_gap_s`."""
+    prefix_hits: PrefixHits = NO_HITS
+    """What was found of the prompts; without a prompt where it was not counted."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: None for nan."""
@@ -253,6 +256,8 @@ class ClassTally:
         """Output tokens so far, for :meth:`note`."""
         self.curve = OutputCurve()
         """How many of them were out at which time."""
+        self.hits = PrefixHitTally()
+        """What was found of the prompts, counted as requests are admitted."""
         self._slo = slo
         self._with_deadline = 0
         self._met = 0
@@ -335,6 +340,7 @@ class ClassTally:
             goodput_req_s=self._met / makespan_s if known and makespan_s > 0 else None,
             steady_tok_s=self.curve.steady_tok_s(self.first_arrival_s),
             longest_pause_s=max(self._longest_gap_s, default=nan),
+            prefix_hits=self.hits.hits(),
         )
 
     def _include(self, other: ClassTally) -> None:

@@ -683,6 +683,41 @@ def test_caching_policies_compares_them_on_prompts_that_share_prefixes(tmp_path:
     assert whole["lru"] == whole["cost"] == whole["hindsight"] >= small["hindsight"] >= small["lru"] > 0
 
 
+def test_caching_policies_takes_tables_of_lengths_and_the_prices_of_a_cost_model(tmp_path: Path) -> None:
+    """Conversations of six turns; what a hit saves is less the load, by a cost model."""
+    rows = [f"{300 * turn + talk % 7},{250}" for talk in range(120) for turn in range(1, 12, 2)]
+    (tmp_path / "lengths").mkdir()
+    lines = "prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n"
+    (tmp_path / "lengths" / "sharegpt_made.csv.gz").write_bytes(gzip.compress(lines.encode()))
+    out, flags = tmp_path / "out", ("--shares", "0.1", "--seeds", "1")
+    found = []
+    for more in ((), ("--cost-model", "cpu-llama-native")):
+        done = run("caching_policies.py", "--data", str(tmp_path), *flags, *more, "--json", str(out))
+        assert done.returncode in (0, 1), done.stderr
+        (one,) = json.loads(out.read_text())
+        found.append(one)
+    assert found[0]["blocks"] == found[1]["blocks"] > 1000
+    assert 0 < found[0]["lru"] < found[0]["whole_s"] != found[1]["whole_s"]
+
+
+def test_caching_study_serves_prompts_by_every_policy(tmp_path: Path) -> None:
+    """Three prompts of 64,000 tokens in turn, over memory of seven: whatever is lost is found in host memory."""
+    rows = [
+        {"timestamp": 20000 * number, "input_length": 512 * 125, "output_length": 5,
+         "hash_ids": [1000 * (number % 9) + block for block in range(125)]}
+        for number in range(27)
+    ]  # fmt: skip
+    (tmp_path / "traces").mkdir()
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "traces" / "mooncake_conversation_made.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    done = run("caching_study.py", "--data", str(tmp_path), "--host-gib", "64", "--json", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    found = {one["cache"]: one for one in json.loads((tmp_path / "out").read_text())}
+    assert set(found) == {"none", "lru", "lfu", "arc", "s3fifo", "cost", "hindsight"}
+    assert found["none"]["prefix_hits"]["host_tokens"] == 0 < found["lru"]["prefix_hits"]["loaded_tokens"]
+    assert found["lru"]["ttft_s"]["mean"] < found["none"]["ttft_s"]["mean"]
+
+
 def test_caching_policies_says_where_there_is_nothing(tmp_path: Path) -> None:
     done = run("caching_policies.py", "--data", str(tmp_path))
     assert done.returncode == 2 and "holds no traces/mooncake_*.jsonl.gz" in done.stderr

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
-    ("events", "overflow", "shape", "regression", "extensions", "code_digest", "request_marks"),
+    ("events", "overflow", "prefix_hits", "shape", "regression", "extensions", "code_digest", "request_marks"),
     ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "trace"),
     ("attribution", "host_store", "tiers"),

@@ -62,6 +62,14 @@ class CachingPolicy(ABC):
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
         """Give up ``count`` blocks, none of them ``protected``; fewer where there are not as many."""
 
+    def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
+        """Give up ``count`` blocks, or fewer, for others: fewer where a policy would rather keep what is there.
+
+        ``newcomers``: what is to be stored, each behind those that it continues; the last ones are left out where room
+        is short.
+        """
+        return self.evict(count, protected)
+
     @abstractmethod
     def lost(self, key: Key) -> None:
         """A block that was there is gone, whatever the policy would have chosen."""

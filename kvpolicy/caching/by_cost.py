@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from math import inf
+from statistics import fmean
 
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
 from kvpolicy.caching.returns import Class, Returns, Visit
@@ -15,7 +16,7 @@ SAMPLE = 32
 REMEMBERED = 4
 """Blocks that are gone and remembered, by block of the capacity."""
 MAX_CLASS = 4
-"""Turns and uses are told apart up to 2 to the power of this."""
+"""Turns and uses are told apart up to 2 to the power of this, by powers of 2 as the lengths of prompts are."""
 
 
 class Record:
@@ -29,12 +30,17 @@ class Record:
         self.visit: Visit
 
 
+def class_of(turn: int, uses: int, blocks: int) -> Class:
+    """Of a block that so many prompts have used, the last of which was of that turn and had so many blocks."""
+    return min(MAX_CLASS, turn.bit_length()), min(MAX_CLASS, uses.bit_length()), blocks.bit_length()
+
+
 class ByCost(CachingPolicy):
     """Gives up the block with the lowest product of :meth:`Returns.rate` and its price.
 
     Only a block that no other one there continues may go, since a hit is a chain's leading blocks. Of those, ``SAMPLE``
     drawn at random are compared. A block's class is how many turns the conversation has that it is of, as far as one
-    prompt continues another where that one ended, and how many prompts have used the block.
+    prompt continues another where that one ended, how many prompts have used the block, and how long the last one was.
 
     ``price``: seconds saved by a block that need not be computed, by its position in the prompt. All blocks have the
     same bytes.
@@ -75,7 +81,7 @@ class ByCost(CachingPolicy):
             if record.uses:
                 self._returns.returned(record.visit, record.name)
             record.uses += 1
-            record.name = min(MAX_CLASS, turn.bit_length()), min(MAX_CLASS, record.uses.bit_length())
+            record.name = class_of(turn, record.uses, len(chain))
             counts[record.name] = counts.get(record.name, 0) + 1
         visit = self._returns.visit(counts)
         for record in records:
@@ -87,7 +93,7 @@ class ByCost(CachingPolicy):
         prompt = self._known(chain[asked - 1]) if asked else None
         turn = 1 if prompt is None else prompt.turn
         visit = self._returns.visit({}) if prompt is None else prompt.visit
-        name = min(MAX_CLASS, turn.bit_length()), 1
+        name = class_of(turn, 1, asked)
         for position in range(asked, len(chain)):
             record = self._record(chain[position], position)
             if not record.uses:
@@ -108,7 +114,8 @@ class ByCost(CachingPolicy):
     def _unasked(self, position: int) -> Record:
         """Of a block that no prompt has asked for, or that was forgotten since: it is taken for an old one."""
         record = Record(position)
-        record.uses, record.name, record.visit = 1, (1, 1), self._returns.old_visit((1, 1))
+        name = class_of(1, 1, position + 1)
+        record.uses, record.name, record.visit = 1, name, self._returns.old_visit(name)
         return record
 
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
@@ -130,12 +137,22 @@ class ByCost(CachingPolicy):
             self._gone.popitem(last=False)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
+        return self._evict(count, protected, inf)
+
+    def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
+        """See :class:`CachingPolicy`. What is there stays where it is worth more than the newcomers are on average:
+        they are of use together."""
+        worth = [self._value(record) for key in newcomers if (record := self._known(key)) is not None]
+        return self._evict(count, protected, fmean(worth) if worth else inf)
+
+    def _evict(self, count: int, protected: Container[Key], worth: float) -> list[Key]:
+        """Give up blocks of at most that value."""
         evicted: list[Key] = []
         while len(evicted) < count:
-            key = self._lowest(self._drawn(), protected)
+            value, key = self._lowest(self._drawn(), protected)
             if key is None:
-                key = self._lowest(self._leaves, protected)
-            if key is None:
+                value, key = self._lowest(self._leaves, protected)
+            if key is None or value > worth:
                 break
             self.lost(key)
             evicted.append(key)
@@ -147,16 +164,18 @@ class ByCost(CachingPolicy):
             return iter(leaves)
         return (leaves[int(self._rng.random() * len(leaves))] for _ in range(SAMPLE))
 
-    def _lowest(self, keys: Iterator[Key] | Sequence[Key], protected: Container[Key]) -> Key | None:
+    def _lowest(self, keys: Iterator[Key] | Sequence[Key], protected: Container[Key]) -> tuple[float, Key | None]:
         least, found = inf, None
         for key in keys:
             if key in protected:
                 continue
-            record = self._there[key]
-            value = self._returns.rate(record.visit, record.name) * self._price(record.position)
+            value = self._value(self._there[key])
             if value < least:
                 least, found = value, key
-        return found
+        return least, found
+
+    def _value(self, record: Record) -> float:
+        return self._returns.rate(record.visit, record.name) * self._price(record.position)
 
     def lost(self, key: Key) -> None:
         record = self._there.pop(key, None)

@@ -40,8 +40,14 @@ class Guarded(CachingPolicy):
         self._call("stored", chain, missing)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
-        keys = self._call("evict", count, protected)
-        if keys is None:  # it failed
+        return self._gone(self._call("evict", count, protected), count, protected)
+
+    def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
+        return self._gone(self._call("make_room", count, protected, newcomers), count, protected)
+
+    def _gone(self, keys: Any, count: int, protected: Container[Key]) -> list[Key]:
+        """What was evicted, by ``lru`` where the policy failed."""
+        if keys is None:
             keys = self.policy.evict(count, protected)
         for key in keys:
             del self._there[key]
@@ -55,8 +61,8 @@ class Guarded(CachingPolicy):
         """What the policy's method returns; None where it failed."""
         try:
             answer = getattr(self.policy, method)(*arguments)
-            if method == "evict":
-                self._check(answer, *arguments)
+            if method in ("evict", "make_room"):
+                self._check(method, answer, *arguments[:2])
         # The boundary between a policy and a server: another policy can take its place at any time.
         except Exception:  # noqa: BLE001
             self._failed(method)
@@ -66,10 +72,10 @@ class Guarded(CachingPolicy):
             return None
         return answer
 
-    def _check(self, keys: Any, count: int, protected: Container[Key]) -> None:
+    def _check(self, method: str, keys: Any, count: int, protected: Container[Key]) -> None:
         """Raise ValueError for blocks that are not there, twice the same, protected, or too many."""
         if len(keys) > count or len(set(keys)) < len(keys):
-            raise ValueError(f"evict() of caching policy {self.name} gave {keys!r} for {count} different blocks")
+            raise ValueError(f"{method}() of caching policy {self.name} gave {keys!r} for {count} different blocks")
         for key in keys:
             if key not in self._there or key in protected:
-                raise ValueError(f"evict() of caching policy {self.name} gave {key!r}, which it may not give up")
+                raise ValueError(f"{method}() of caching policy {self.name} gave {key!r}, which it may not give up")

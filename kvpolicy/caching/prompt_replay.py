@@ -50,7 +50,7 @@ def chains_of(requests: Iterable[Request], join: int = 1) -> Iterator[Chain]:
 
 
 def replay(chains: Iterable[Chain], policy: CachingPolicy, price: Price) -> Replayed:
-    """Ask for every prompt and store what it lacks, its beginning first where the capacity is less than the prompt."""
+    """Ask for every prompt and store what it lacks, its beginning first where there is no room for all of it."""
     count = _Count(price)
     for chain in chains:
         hits = policy.hits(chain)
@@ -59,7 +59,7 @@ def replay(chains: Iterable[Chain], policy: CachingPolicy, price: Price) -> Repl
         missing = [position for position, key in enumerate(chain) if key not in policy][: policy.capacity]
         excess = len(policy) + len(missing) - policy.capacity
         if excess > 0:
-            policy.evict(excess, frozenset(chain))
+            policy.make_room(excess, frozenset(chain), [chain[position] for position in missing])
         policy.stored(chain, missing[: policy.capacity - len(policy)])
     return count.replayed()
 

@@ -342,7 +342,7 @@ class HostStore:
         if len(wanted) > len(self._unused):  # a hit needs what is before a block, too
             wanted.sort(key=lambda item: item[0])
             parents = {block.node.parent.key for _, block in wanted if block.node and block.node.parent}
-            self._make_room(len(wanted), parents)
+            self._make_room(len(wanted), parents, [block.key for _, block in wanted])
         saved = []
         for _, block in wanted:
             if self._unused:
@@ -354,16 +354,24 @@ class HostStore:
                 self.counts.refused += 1
         return saved
 
-    def _make_room(self, slots: int, needed: Container[Hashable] | None = None) -> None:
+    def _make_room(
+        self, slots: int, needed: Container[Hashable] | None = None, newcomers: Sequence[Hashable] = ()
+    ) -> None:
         """Let cached contents leave their slots until so many are unused, or nothing is cached.
 
         ``needed``: keys of contents that are not evicted, even where too few slots become unused; None for a copy.
+        ``newcomers``: keys of the contents that the slots are for, where it is not for a copy.
         """
         count = min(slots - len(self._unused), self.cached)
         if count <= 0:
             return
         assert self.cache is not None, "nothing is cached without a policy"
-        for key in self.cache.evict(count, _Protected(self._by_key, needed or ())):
+        protected = _Protected(self._by_key, needed or ())
+        if needed is None:
+            evicted = self.cache.evict(count, protected)
+        else:
+            evicted = self.cache.make_room(count, protected, newcomers)
+        for key in evicted:
             self._evicted(self._by_key[key])
         if needed is not None or len(self._unused) >= slots:
             return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kvpolicy.latency import ClassSummary, Slo, Tail
+from kvpolicy.prefix_hits import PrefixHits
 from kvpolicy.simulator.base import (
     LOAD,
     DecisionObserver,
     Link,
+    PromptCache,
     Run,
     Server,
     Simulator,
@@ -29,6 +31,8 @@ __all__ = [
     "LawTimes",
     "Link",
     "MemorySink",
+    "PrefixHits",
+    "PromptCache",
     "Run",
     "Server",
     "Simulator",

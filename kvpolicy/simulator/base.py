@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 from kvpolicy.arrays import Floats
 from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Decision, Direction, Kind
-from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, refuse_non_integer
+from kvpolicy.fields import AMOUNT, COUNT, POSITIVE, SHARE_OF_BLOCKS, Rule, WrongValue, refuse_non_integer
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.headroom import Headroom
 from kvpolicy.latency import NO_SLO, UNKNOWN, ClassSummary, Slo, Tail
 from kvpolicy.order import Fcfs, Order, is_stock
 from kvpolicy.policy import Policy
+from kvpolicy.prefix_hits import NO_HITS, PrefixHits
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
 
@@ -85,6 +86,28 @@ class Link:
     the buffer holds, are not simulated."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptCache:
+    """What host memory holds of prompts and answers that no copy of a preempted request needs, and files below it."""
+
+    policy: str
+    """Which contents host memory has, by name; see :mod:`kvpolicy.caching.spec`."""
+    file_blocks: int = 0
+    """Blocks that the files hold, by the same policy; 0 for none. They take what leaves host memory."""
+    file_bytes_per_s: float = 3e9
+    """Rate of the files' device, in each direction."""
+    file_latency_s: float = 1e-4
+    """Seconds that every read and every write takes besides."""
+    file_queue_blocks: int = 1024
+    """Blocks whose write is under way or waits, at most. What leaves host memory beyond them is lost."""
+
+    def __post_init__(self) -> None:
+        refuse_non_integer("cache.file_blocks", self.file_blocks, AMOUNT)
+        refuse_non_integer("cache.file_queue_blocks", self.file_queue_blocks, COUNT)
+        POSITIVE.refuse("cache.file_bytes_per_s", self.file_bytes_per_s)
+        AMOUNT.refuse("cache.file_latency_s", self.file_latency_s)
+
+
 WHOLE_NUMBERS: Mapping[str, Rule] = {
     **dict.fromkeys(("block_size", "block_bytes", "device_blocks", "token_budget", "max_running"), COUNT),
     **dict.fromkeys(("max_model_len", "segment_bytes"), COUNT),
@@ -129,6 +152,8 @@ class Server:
     geometry: Mapping[str, Any] = field(default_factory=dict)
     order: Order = field(default_factory=Fcfs)
     """The order of service, where it is other than vLLM's own, which ``scheduling`` names."""
+    cache: PromptCache | None = None
+    """None: host memory holds copies of preempted requests only."""
 
     def __post_init__(self) -> None:
         for name, rule in WHOLE_NUMBERS.items():
@@ -139,6 +164,8 @@ class Server:
         AMOUNT.refuse("link.slowdown", self.link.slowdown)
         if self.scheduling != "fcfs" and not is_stock(self.order, self.scheduling):
             raise WrongValue("order", f"is {self.order.name}, which ranks requests itself: scheduling should be fcfs")
+        if self.cache is not None and not self.prefix_caching:
+            raise WrongValue("cache", "is given without prefix caching, which finds the contents: switch it on")
 
     @property
     def engine_spec(self) -> EngineSpec:
@@ -196,6 +223,8 @@ class Summary:
     """Those that did, over the makespan; None where there are none."""
     longest_pause_s: float = nan
     """The longest of all the times of :attr:`longest_gap_s`."""
+    prefix_hits: PrefixHits = NO_HITS
+    """What was found of all prompts, by tier."""
 
 
 @dataclass(frozen=True, slots=True)

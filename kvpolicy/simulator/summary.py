@@ -12,6 +12,7 @@ import numpy as np
 from kvpolicy.arrays import Flags, Floats
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.latency import NO_SLO, ClassTally, OutputCurve, Slo
+from kvpolicy.prefix_hits import PrefixHits
 from kvpolicy.simulator.base import Server, StepLoad, Summary, Times
 from kvpolicy.simulator.work_count import WorkCount
 
@@ -87,6 +88,7 @@ class SummaryBuilder:
             slo_share=whole.slo_share,
             goodput_req_s=whole.goodput_req_s,
             longest_pause_s=whole.longest_pause_s,
+            prefix_hits=PrefixHits.total(one.prefix_hits for one in classes.values()),
         )
 
 

@@ -69,9 +69,11 @@ class Cell:
 
     def inputs(self) -> dict[str, Any]:
         """The cell as plain values, with digests for objects; fields about objects, ``slo`` and the server's
-        ``classes`` only where they are set."""
+        ``classes`` and cache only where they are set."""
         by_name = asdict(replace(self, policy_object=None, workload_object=None, hardware_object=None))
-        del by_name["serving"]["classes"]
+        for name in ("classes", "host_cache", "file_gib", "file_link"):
+            del by_name["serving"][name]
+        by_name["serving"] |= self.serving.cache_inputs()
         if self.serving.classes is not None:
             by_name["serving"]["classes"] = self.serving.classes.text
         return {name: value for name, value in by_name.items() if value or name not in (*OBJECT_FIELDS, "slo")}

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from kvpolicy.caching import spec as caching
 from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, one_of, option, validate
+from kvpolicy.hardware.link import FORM as LINK_FORM
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.latency import SLO_FORM, Slo
 from kvpolicy.order import HELP as ORDERS
@@ -17,12 +21,17 @@ from kvpolicy.order import is_stock, load_order
 from kvpolicy.request_marks import FORM as CLASSES_FORM
 from kvpolicy.request_marks import Classes
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
+from kvpolicy.simulator import PromptCache
 from kvpolicy.study.figure import FORM, names_figure
 
 HARDWARE_FORMS = (
     "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of a shipped one), "
     "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
 )
+
+
+FILE_LINK = SimulatedLink(3e9, 1e-4)
+"""Rate and latency of files where none are given: an NVMe disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,16 @@ class Serving:
         "would grant it. Default: what the workload says, without limits.",
         None,
     )
+    host_cache: str = option(
+        f"Caching policy by which host memory that no preempted request needs holds prompts. {caching.HELP}.",
+        caching.OFF,
+    )
+    file_gib: float = option(
+        "Files below that cache, of one rank, GiB. They take what leaves host memory.", 0.0, AMOUNT
+    )
+    file_link: SimulatedLink | None = option(
+        f"Device of these files, in each direction: {LINK_FORM}. Default: {FILE_LINK.text}.", None, metavar="LINK"
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -68,12 +87,23 @@ class Serving:
             raise WrongValue(
                 "order", f"is {self.order}, which ranks requests itself, should be given without scheduling"
             )
+        self._refuse_wrong_cache()
         if self.scheduling == "priority" and self.classes is not None and self.classes.bounds_priority:
             raise WrongValue(
                 "classes",
                 f"is {self.classes.text!r}, which bounds priorities, and vLLM's priority scheduling goes by what "
                 "clients give: give the order priority in place of scheduling",
             )
+
+    def _refuse_wrong_cache(self) -> None:
+        try:
+            caching.load(self.host_cache, 1, allow_python=True)
+        except WrongValue as wrong:
+            raise WrongValue("host_cache", wrong.message) from None
+        if self.host_cache != caching.OFF and not self.prefix_caching:
+            raise WrongValue("host_cache", "is given without prefix caching, which finds the contents: switch it on")
+        if self.host_cache == caching.OFF and self.file_gib:
+            raise WrongValue("file_gib", "is given without host_cache: files take what leaves that")
 
     def on(self, device: str) -> Serving:
         """These settings with every None replaced by the plugin's or vLLM's default for the device."""
@@ -91,6 +121,20 @@ class Serving:
         if self.host_blocks is not None:
             return self.host_blocks * block_bytes / GIB
         return DEFAULT_HOST_GIB if self.host_gib is None else self.host_gib
+
+    def cache_inputs(self) -> dict[str, Any]:
+        """The cache and its files as plain values; empty where there is none."""
+        if self.host_cache == caching.OFF:
+            return {}
+        files = {"file_gib": self.file_gib, "file_link": (self.file_link or FILE_LINK).text} if self.file_gib else {}
+        return {"host_cache": self.host_cache, **files}
+
+    def prompt_cache(self, block_bytes: int) -> PromptCache | None:
+        """What host memory holds besides copies, and the files below it; None where that is nothing."""
+        if self.host_cache == caching.OFF:
+            return None
+        files, link = int(self.file_gib * GIB // block_bytes), self.file_link or FILE_LINK
+        return PromptCache(self.host_cache, files, link.bytes_per_s, link.latency_s)
 
     def host_blocks_of(self, block_bytes: int) -> int:
         """Number of blocks of that size in the host memory."""

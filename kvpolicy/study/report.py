@@ -12,7 +12,8 @@ from kvpolicy.headroom import Headroom, mean
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.class_report import class_rows, class_warnings, has_classes
-from kvpolicy.study.server_flags import DEFAULT, ordered_by
+from kvpolicy.study.hit_report import has_hits, hit_rows
+from kvpolicy.study.server_flags import DEFAULT, cache_words, ordered_by
 
 COLUMNS: Mapping[str, str] = {
     "tok/s": "{throughput_tok_s:.1f}",
@@ -62,7 +63,7 @@ class SweepReport:
     def text(self) -> str:
         lines = []
         for place, groups in _by_place(self.results).items():
-            lines += [place, *_table(groups), *class_table(groups), to_win(groups), ""]
+            lines += [place, *_table(groups), *class_table(groups), *hit_table(groups), to_win(groups), ""]
         lines += _notes(self.results)
         lines += [f"failed: {failure.text()}" for failure in self.failed]
         if self.taken_up:
@@ -130,6 +131,12 @@ def class_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     return ["by class", *aligned(class_rows(groups))] if shown else []
 
 
+def hit_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Lines of a table of what was found of the prompts, by tier; none where nothing was."""
+    shown = any(has_hits(results) for results in groups.values())
+    return ["prompts found in caches", *aligned(hit_rows(groups))] if shown else []
+
+
 def to_win(groups: Mapping[str, Sequence[Result]]) -> str:
     """What there is to win by choosing better than always-recompute, or than the first policy where that did not run:
     means over the runs, in one sentence."""
@@ -155,7 +162,9 @@ def server_words(serving: Mapping[str, Any], device: str) -> str:
     ahead = "one step ahead" if serving["asynchronous"] else "step by step"
     return (
         f"at most {serving['token_budget']} tokens a step and {serving['max_num_seqs']} requests, scheduling {ahead} "
-        f"({own}, unless set by a flag)" + "".join(f", {name} {text}" for name, text in ordered_by(serving).items())
+        f"({own}, unless set by a flag)"
+        + "".join(f", {name} {text}" for name, text in ordered_by(serving).items())
+        + cache_words(serving)
     )
 
 

@@ -14,8 +14,11 @@ from typing import Any
 
 from kvpolicy import integrations
 from kvpolicy import policy as policies
+from kvpolicy.caching import spec as caching
+from kvpolicy.code_digest import digest_of
 from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import InputError
+from kvpolicy.extensions import is_module_path
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import NATIVE, SimulatedLink, header_link
@@ -203,6 +206,7 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         rules=rules_of(cell.engine),
         hardware=machine.hardware,
         geometry=machine.geometry.to_dict(),
+        cache=serving.prompt_cache(block_bytes),
     )
 
 
@@ -267,5 +271,11 @@ def contents(cell: Cell) -> dict[str, str]:
         "policy": policy.digest if cell.module else cell.policy_digest,
         "order": load_order(cell.serving.order).digest,
         "cost model": "" if policy.cost_model is None else policy.cost_model.digest,
+        "cache": _caching_digest(cell.serving.host_cache),
         "workload": cell.workload_digest or workload_digest(cell.workload),
     }
+
+
+def _caching_digest(cache: str) -> str:
+    """Digest of the code of a caching policy of one's own; empty for one that ships."""
+    return digest_of(caching.load(cache, 1, allow_python=True)) if is_module_path(cache) else ""

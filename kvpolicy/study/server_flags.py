@@ -27,6 +27,14 @@ def ordered_by(serving: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in named.items() if text not in ("", FCFS)}
 
 
+def cache_words(serving: Mapping[str, Any]) -> str:
+    """What host memory holds besides copies, to be added to other words of the server; empty where that is nothing."""
+    if "host_cache" not in serving:
+        return ""
+    files = f", {serving['file_gib']:g} GiB of files at {serving['file_link']}" if "file_gib" in serving else ""
+    return f", prompts in host memory by {serving['host_cache']}{files}"
+
+
 def baseline_words(inputs: Mapping[str, Any]) -> str:
     """What the policies of these runs are compared with. ``inputs``: those of one of them."""
     order = order_of(inputs)
@@ -41,7 +49,9 @@ def config_line(policy: str, inputs: Mapping[str, Any], host_gib: float) -> str:
     module = inputs.get("module", "")
     line = f"kvpolicy config --policy {shlex.quote(module or policy)}"
     line += "".join(f" --{name} {shlex.quote(text)}" for name, text in ordered_by(inputs["serving"]).items())
-    line += " --allow-python-policies" if module or PREFIX in order_of(inputs) else ""
+    cache = inputs["serving"].get("host_cache", "")
+    line += f" --cache {shlex.quote(cache)}" if cache else ""
+    line += " --allow-python-policies" if module or PREFIX in order_of(inputs) + cache else ""
     return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"
 
 

@@ -40,7 +40,7 @@ class LengthTable(FileSource):
 
     def __iter__(self) -> Iterator[Request]:
         counts = self.counts = Counts()
-        pairs = self._pairs(counts) if self.draw is None else self._drawn(counts, self.draw)
+        pairs = self.pairs(counts) if self.draw is None else self._drawn(counts, self.draw)
         times_s = self.arrivals.times_s(stream(self.seed, "arrivals"))
         for (prompt_tokens, output_tokens), arrival_s in zip(pairs, times_s, strict=False):
             counts.requests += 1
@@ -48,7 +48,7 @@ class LengthTable(FileSource):
 
     def _drawn(self, counts: Counts, draw: int) -> Iterator[tuple[int, int]]:
         prompts, outputs = array("q"), array("q")
-        for prompt_tokens, output_tokens in self._pairs(counts):
+        for prompt_tokens, output_tokens in self.pairs(counts):
             prompts.append(prompt_tokens)
             outputs.append(output_tokens)
         if not prompts:
@@ -58,7 +58,8 @@ class LengthTable(FileSource):
             row = rng.randrange(len(prompts))
             yield prompts[row], outputs[row]
 
-    def _pairs(self, counts: Counts) -> Iterator[tuple[int, int]]:
+    def pairs(self, counts: Counts) -> Iterator[tuple[int, int]]:
+        """Prompt and output tokens of each row, which is counted."""
         numbered = self._lines(counts)
         header = next(numbered, None)
         if header is None:

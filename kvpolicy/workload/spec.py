@@ -14,8 +14,9 @@ the rate at which they begin; ``users`` is a number of users with one session af
 seconds between two). In a join every part may have a ``share`` of the whole's ``n`` and ``rate``.
 
 Options of files: ``skip_damaged=true`` skips and counts damaged rows, ``sort=true`` (azure, burstgpt, arrivals,
-mooncake) sorts by arrival. lengths: ``draw``, a number of rows drawn with replacement. agentic: ``sessions``, a number
-of sessions from the start; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds),
+mooncake) sorts by arrival. lengths: ``draw``, a number of rows drawn with replacement; or ``think``, by which rows
+whose prompts grow are conversations, with the options of sharegpt but ``tokens_per_word``. agentic: ``sessions``, a
+number of sessions from the start; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds),
 ``think_variation``, ``tokens_per_word``, ``block`` (tokens), ``sessions``. ``arrivals`` is at-once, poisson, even,
 gamma (``variation``), weibull (``shape``), bursts (``on``, ``off`` seconds) or groups (``size``: requests that arrive
 together); Poisson where only a rate is given. sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``,
@@ -33,6 +34,7 @@ from kvpolicy.workload.agentic import FIELDS as AGENTIC_FIELDS
 from kvpolicy.workload.agentic import AgentSessions
 from kvpolicy.workload.arrivals import Arrivals, AtOnce, Bursts, Even, Gamma, Groups, Poisson, Think, Weibull
 from kvpolicy.workload.classes import Joined, Labelled, Looped
+from kvpolicy.workload.continued_lengths import ContinuedLengths
 from kvpolicy.workload.files import Care, DamagedRow, chunks, names_of, record
 from kvpolicy.workload.join_text import SEED_STEP, JoinText, divided, join_of
 from kvpolicy.workload.length_tables import COLUMNS, LengthTable
@@ -282,6 +284,10 @@ def _sharegpt(path: Path, options: Options) -> Source:
 
 def _lengths(path: Path, options: Options) -> Source:
     care = Care(options.flag("skip_damaged"))
+    if "think" in options:
+        beginning, block = _beginning(options), options.whole("block", 16) or 0
+        count = options.whole("sessions")
+        return ContinuedLengths(path, _think(options), beginning, care, options.seed(), block, count)
     return LengthTable(path, _arrivals(options), care, options.seed(), options.whole("draw"))
 
 

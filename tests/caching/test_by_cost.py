@@ -88,7 +88,7 @@ def test_it_learns_that_conversations_go_on_and_other_prompts_do_not(seed: int) 
 
 def test_it_gives_the_same_under_the_same_seed() -> None:
     chains = conversations(0)[:2500]
-    one, same, other = (replay(chains, ByCost(400, seed=seed), lambda _: 1.0) for seed in (1, 1, 2))
+    one, same, other = (replay(chains, ByCost(100, seed=seed), lambda _: 1.0) for seed in (1, 1, 2))
     assert one == same and one != other
 
 
@@ -107,3 +107,18 @@ def test_a_conversation_that_went_on_stays_before_one_that_has_just_begun() -> N
     serve(policy, [("new", 0)])
     others = {(number, block) for number in range(1500) for block in range(5)}
     assert policy.evict(1, others) == [("new", 0)]
+
+
+def test_newcomers_that_are_worth_less_are_left_out() -> None:
+    """Of two kinds of prompts, one comes back after ten others and one never: what comes back is not given up for it,
+    where room is asked for, and is where it has to be."""
+    policy = ByCost(40)
+    chains = [[f"talk-{number % 10}-{block}" for block in range(4)] for number in range(400)]
+    for number, chain in enumerate(chains):
+        policy.asked(chain, policy.hits(chain))
+        policy.stored(chain, [position for position, key in enumerate(chain) if key not in policy])
+        once = [f"once-{number}-{block}" for block in range(4)]
+        policy.asked(once, 0)
+    assert len(policy) == 40
+    assert policy.make_room(4, (), once) == []
+    assert len(policy.evict(4, ())) == 4

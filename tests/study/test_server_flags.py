@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.study.server_flags import baseline_words, config_line, order_of, ordered_by
+from kvpolicy.study.server_flags import baseline_words, cache_words, config_line, order_of, ordered_by
 
 ORDERED = {"order": "mlfq:base=64", "classes": "chat:ttft=1.0+batch"}
 
@@ -20,6 +20,9 @@ ORDERED = {"order": "mlfq:base=64", "classes": "chat:ttft=1.0+batch"}
                                "--classes chat:ttft=1.0+batch"),
         ({"serving": {"order": "python:mine:Mine"}}, "kvpolicy config --policy always-swap --order python:mine:Mine "
                                                      "--allow-python-policies"),
+        ({"serving": {"host_cache": "cost"}}, "kvpolicy config --policy always-swap --cache cost"),
+        ({"serving": {"host_cache": "python:mine:Mine"}}, "kvpolicy config --policy always-swap --cache "
+                                                          "python:mine:Mine --allow-python-policies"),
         ({"serving": {}, "module": "python:a:B"}, "kvpolicy config --policy python:a:B --allow-python-policies"),
         ({"serving": ORDERED, "policy_digest": "ab"}, ""),
     ],
@@ -38,3 +41,10 @@ def test_the_baseline_is_stock_vllm_only_in_its_own_order() -> None:
     assert baseline_words({"serving": {"order": "fcfs"}}) == baseline_words({"serving": {}}) == "vLLM's default"
     assert baseline_words({"serving": ORDERED}) == "always-recompute under the order mlfq:base=64"
     assert (order_of({"serving": {}}), ordered_by({"order": "fcfs"}), ordered_by(ORDERED)) == ("fcfs", {}, ORDERED)
+
+
+def test_the_cache_and_its_files_are_named_where_there_are_any() -> None:
+    assert cache_words({}) == ""
+    assert cache_words({"host_cache": "cost"}) == ", prompts in host memory by cost"
+    files = {"host_cache": "lru", "file_gib": 200.0, "file_link": "3e9,0.0001"}
+    assert cache_words(files) == ", prompts in host memory by lru, 200 GiB of files at 3e9,0.0001"

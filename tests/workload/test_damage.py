@@ -25,6 +25,7 @@ from kvpolicy.workload import (
     TimedFile,
     WorkloadError,
 )
+from kvpolicy.workload.continued_lengths import ContinuedLengths
 from tests.examples import examples
 from tests.snippets import shown
 from tests.workload import published_files
@@ -40,6 +41,10 @@ READERS = {
     "arrivals": (published_files.ARRIVALS, lambda path, care: TimedFile(path, ARRIVALS, care)),
     "mooncake": (JSON_LINES, lambda path, care: TimedFile(path, MOONCAKE, care)),
     "lengths": ("prompt_tokens,output_tokens\n5,6\n7,8\n", lambda path, care: LengthTable(path, care=care)),
+    "continued lengths": (
+        "prompt_tokens,output_tokens\n5,6\n17,8\n",
+        lambda path, care: ContinuedLengths(path, Think(1.0), care=care),
+    ),
     "agentic": (AGENT_LINES, lambda path, care: AgentSessions(path, care=care)),
     "sharegpt": (json.dumps(published_files.SHAREGPT), lambda path, care: ShareGPT(path, Think(1.0), care=care)),
 }

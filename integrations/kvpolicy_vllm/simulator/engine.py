@@ -75,6 +75,8 @@ class VllmScheduler:
         """See :meth:`kvpolicy.simulator.Simulator.run`."""
         if server.rules != self.rules:
             raise InputError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
+        if server.cache is not None:
+            raise InputError("cache is given: vLLM's scheduler is simulated without a cache in host memory")
         start_s = self._wall()
         identity = Identity(requests, policy, server, times, seed)
         engine = f"vllm {vllm.__version__}, its scheduler alone"
@@ -262,6 +264,12 @@ class Engine:
 
     def _record_output(self, output: Any) -> None:
         served, now_s = self._served[output.request_id], self.clock.now_s
+        found = output.prefill_stats
+        if found is not None:  # with the first token
+            loaded = found.num_external_cached_tokens
+            served.tally.hits.admitted(
+                found.num_prompt_tokens, found.num_local_cached_tokens, host_tokens=loaded, loaded_tokens=loaded
+            )
         if output.new_token_ids:
             if served.first_s is None:
                 served.first_s = now_s

@@ -25,12 +25,17 @@ Contents = list[tuple[int | None, KeyedBlock | None]]
 """Key of each block of a request, in order, and the block itself; both None for one without a key."""
 
 
+GivenBack = Callable[[LiveRequest], None]
+
+
 class Pool(Protocol):
     """``free``: blocks that can be allocated, among them cached blocks that no request holds. ``evicted``: blocks whose
-    content was given away; the caller empties it."""
+    content was given away; the caller empties it. ``given_back``: where it is set, it is called with every request that
+    is about to give up its blocks, the cached ones of which have keys then."""
 
     free: int
     evicted: list[KeyedBlock]
+    given_back: GivenBack | None
 
     def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         """Cached blocks that hold the request's leading tokens, up to the last token but one. Changes nothing."""
@@ -68,6 +73,10 @@ class Pool(Protocol):
         """What its first ``count`` blocks hold, for a request that is about to be preempted."""
         ...
 
+    def keys(self, live: LiveRequest, count: int) -> list[int]:
+        """Keys of its first ``count`` blocks, which are full; none without prefix caching."""
+        ...
+
     def unevicting(self, count: int, keep: Callable[[KeyedBlock], bool]) -> int:
         """How many blocks, up to ``count``, can be allocated before one that satisfies ``keep`` is evicted."""
         ...
@@ -79,6 +88,7 @@ class CountedPool:
     def __init__(self, blocks: int) -> None:
         self.free = blocks
         self.evicted: list[KeyedBlock] = []
+        self.given_back: GivenBack | None = None
 
     def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         return ()
@@ -109,6 +119,9 @@ class CountedPool:
     def contents(self, live: LiveRequest, count: int) -> Contents:
         return [(None, None)] * count
 
+    def keys(self, live: LiveRequest, count: int) -> list[int]:
+        return []
+
     def unevicting(self, count: int, keep: Callable[[KeyedBlock], bool]) -> int:
         return count
 
@@ -130,6 +143,7 @@ class CachingPool:
         # An entry is valid while its block has that place. Adopting a block from the middle leaves a stale entry.
         self._queue: deque[int | tuple[int, KeyedBlock]] = deque([blocks])
         self._places = 0
+        self.given_back: GivenBack | None = None
 
     def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         max_blocks = (live.tokens - 1) // self._size
@@ -178,8 +192,10 @@ class CachingPool:
         live.cached = full
 
     def release(self, live: LiveRequest, preempted: bool) -> None:
-        if preempted:
+        if preempted or self.given_back is not None:
             self._give_keys(live)
+        if self.given_back is not None:
+            self.given_back(live)
         self._put_first(live.held - live.cached)
         self._put_last(live.cached - len(live.keyed_blocks))
         for block in reversed(live.keyed_blocks):
@@ -211,6 +227,9 @@ class CachingPool:
         full = live.computed // self._size
         keyed: Contents = [(block.key, block) for block in live.keyed_blocks[: min(full, count)]]
         return keyed + [(None, None)] * (count - len(keyed))
+
+    def keys(self, live: LiveRequest, count: int) -> list[int]:
+        return [self._key(live, index) for index in range(count)]
 
     def unevicting(self, count: int, keep: Callable[[KeyedBlock], bool]) -> int:
         blocks = 0

@@ -40,11 +40,12 @@ def charge(step: Step, running_copies: Iterable[RunningCopy[CopyJob]], times: Ti
     Several preemptions share it in proportion to the seconds that their copies overlapped the step plus the seconds of
     their repeated tokens; equally where these are 0 for all of them.
     """
-    weights: dict[Account, float] = {}
+    weights: dict[Account | None, float] = {}
+    """Copies from and to the cache take their part, which is charged to nobody."""
     for job, transfer in running_copies:
         overlap_s = min(transfer.end_s, step.end_s) - max(transfer.start_s, step.began_s)
         if overlap_s > 0:
-            account = job.copy.account
+            account = job.account
             weights[account] = weights.get(account, 0.0) + overlap_s
     load = load_of(step)
     parts_by_account: dict[Account, list[Repeated[Account]]] = {}
@@ -58,6 +59,8 @@ def charge(step: Step, running_copies: Iterable[RunningCopy[CopyJob]], times: Ti
     extra_s = step.end_s - step.began_s - seconds(times, without(load, step.repeated))
     total = sum(weights.values())
     for account, weight in weights.items():
+        if account is None:
+            continue
         share_s = extra_s * (weight / total if total > 0 else 1.0 / len(weights))
         account.engine_s += share_s
         account.others_s += share_s * max(0, step.scheduled_requests - (account in parts_by_account))

@@ -18,10 +18,10 @@ from kvpolicy.simulator.builtin import costs
 from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue, refuse_unservable
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
-from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.ordering import Ordering
 from kvpolicy.simulator.builtin.preemption import Preemptions
+from kvpolicy.simulator.builtin.prompt_cache import FileReads, MakeCaching, host_pool
 from kvpolicy.simulator.builtin.room_needs import is_ready
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
@@ -47,6 +47,7 @@ class Engine:
         on_decision: DecisionObserver | None = None,
         load_share: float = 1.0,
         slo: Slo = NO_SLO,
+        caching: MakeCaching | None = None,
     ) -> None:
         self.server = server = identity.server
         self.times = times = identity.times
@@ -54,17 +55,23 @@ class Engine:
         self.tallied = SummaryBuilder(server, times, slo)
         self.now_s = 0.0
         self.arrivals = ArrivalQueue(identity.requests, partial(refuse_unservable, server))
-        self.copies = HostPool(server)
+        pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
+        self.copies, files = host_pool(server, identity.policy, pool, caching)
+        self.reads = FileReads(server, files, pool, self.copies)
         self.link: LinkQueues[CopyJob] = LinkQueues(server, times)
         self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
-        pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         stock = is_stock(server.order, server.scheduling)
         self.ordering = None if stock else Ordering(server.order, server, self._price, self._is_ready)
         """None where vLLM's own order serves."""
         if self.ordering is not None and trace_writer.enabled:
             self.ordering.on_choice = partial(self._note_choice, self.ordering, server.order.label)
-        self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted, self.ordering)
-        self.copies.loads = self._loads
+        self.scheduler = Scheduler(
+            server, pool, self.copies, victims, self._preempting, self._admitted, self.ordering, self.reads.delays
+        )
+        decided = self.preemptions
+        self.copies.loads = partial(decided.loads, scheduler=self.scheduler, copies=self.copies)
+        self.copies.loads_hit = partial(decided.loads_hit, scheduler=self.scheduler, copies=self.copies)
+        self.reads.worth = partial(decided.reads, scheduler=self.scheduler, copies=self.copies)
         self.copies.load_share = load_share
         self.present = 0
         """Requests that have arrived and not finished."""
@@ -97,6 +104,8 @@ class Engine:
     # ---- arrivals ----
 
     def arrive(self) -> None:
+        if self.reads.begin_at(self.now_s):
+            self.scheduler.blocked = False
         next_s = self.arrivals.next_s
         if next_s is None or next_s > self.now_s:
             return
@@ -105,7 +114,9 @@ class Engine:
         for arrival_s, number, request in self.arrivals.until(self.now_s):
             keys = shared_keys(request, self.server.block_size) if self.server.prefix_caching else ()
             tally = self.tallied.tally_of(request.class_name)
-            self.scheduler.arrive(LiveRequest(number, request, arrival_s, keys, tally=tally))
+            live = LiveRequest(number, request, arrival_s, keys, tally=tally)
+            self.copies.asked(live)
+            self.scheduler.arrive(live)
             self.present += 1
 
     # ---- a step begins ----
@@ -150,7 +161,8 @@ class Engine:
         """Set when the step begins and ends, with the copies that it brings."""
         evicted = self.scheduler.pool.evicted
         if evicted:
-            self.copies.lost(evicted)
+            if self.copies.lost(evicted):  # a waiting request may find more in host memory, or less
+                self.scheduler.blocked = False
             evicted.clear()
         if self.copies.waiting:
             step.to_save, step.to_load = self.copies.take()
@@ -161,8 +173,8 @@ class Engine:
         computes_s = step.computes_s = costs.seconds(self.times, load_of(step))
         step.began_s = begins_s
         if step.saves or step.loads or self.link.running:
-            saves = [(job, len(job.blocks)) for job in step.to_save]
-            loads = [(job, len(job.blocks)) for job in step.to_load]
+            saves = [(job, job.count) for job in step.to_save]
+            loads = [(job, job.count) for job in step.to_load]
             step.end_s = self.link.step(saves, loads, begins_s, computes_s)
         else:
             step.end_s = begins_s + computes_s
@@ -177,10 +189,13 @@ class Engine:
 
     def _next_event_s(self, now_s: float) -> float:
         """When the next event comes to an engine that can compute nothing."""
-        times_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]
-        if not times_s:
+        if not (events_s := self._events_s()):
             raise RuntimeError(f"at {now_s} s {self.present} requests wait and nothing can ever be scheduled")
-        return max(now_s, min(times_s))
+        return max(now_s, min(events_s))
+
+    def _events_s(self) -> list[float]:
+        """When the next copy and the next read end, and the next request arrives, as far as these are known."""
+        return [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s, self.reads.next_s) if at_s is not None]
 
     # ---- a step ends ----
 
@@ -286,20 +301,22 @@ class Engine:
 
     def _take_copies(self) -> None:
         for job, transfer in self.link.ended(self.now_s):
-            copy = job.copy
             self.tallied.moved_bytes += transfer.bytes
-            self.trace_writer.transfer(copy, transfer, self._step.number)
+            self.trace_writer.transfer(job, transfer, self._step.number)
             self.preemptions.copied(job)
             if transfer.direction == "save":
                 self.copies.saved(job)
-            else:
-                self.copies.loaded(job)
-                copy.live.loaded += copy.load_tokens
-                opened = self.preemptions.ledger.open_preemption(copy.live)
-                if opened is not None:
-                    opened.loaded_tokens = copy.load_tokens
-                self.scheduler.loaded.add(copy.live)
-                self.scheduler.blocked = False
+                continue
+            copy = job.copy
+            assert copy is not None
+            self.copies.loaded(job)
+            opened = self.preemptions.ledger.open_preemption(copy.live)
+            if opened is not None:
+                opened.loaded_tokens = copy.load_tokens
+                opened.mixed |= copy.account is None  # then its cost is that of neither option
+            copy.live.loaded += copy.load_tokens
+            self.scheduler.loaded.add(copy.live)
+            self.scheduler.blocked = False
 
     def _count_step(self, step: Step) -> None:
         if step.scheduled_tokens or step.lost or step.saves or self.present:
@@ -318,7 +335,7 @@ class Engine:
         max_steps = self.fast_path.leap_steps(self.steps_in_flight, self.copies)
         if max_steps < 2:
             return False
-        events_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]
+        events_s = self._events_s()
         if self.ordering is not None:
             if self.ordering.order.holds:
                 return False
@@ -419,9 +436,6 @@ class Engine:
 
     def _is_ready(self, live: LiveRequest) -> bool:
         return is_ready(live, self.scheduler.loaded)
-
-    def _loads(self, live: LiveRequest, total_tokens: int, local: int) -> bool:
-        return self.preemptions.loads(live, total_tokens, local, self.scheduler, self.copies)
 
     def _admitted(self, live: LiveRequest, load_tokens: int) -> None:
         if load_tokens:

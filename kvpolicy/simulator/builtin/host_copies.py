@@ -1,33 +1,50 @@
-"""The host pool: what is kept of preempted requests, and the copies that a step brings to the worker."""
+"""The host pool: what is kept of preempted requests and, with a caching policy, of prompts; and the copies that a step
+brings to the worker."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from kvpolicy.caching import CachingPolicy
 from kvpolicy.events import Direction
-from kvpolicy.host_store import HostBlock, HostStore, by_owner
+from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.blocks import Contents
 from kvpolicy.simulator.builtin.live_request import Account, Copy, CopyJob, KeyedBlock, LiveRequest
 
 
 class HostPool:
-    """Host slots and the copies in them, at most one copy per request."""
+    """Host slots and the copies in them, at most one copy per request; and, with a caching policy, other contents.
 
-    def __init__(self, server: Server) -> None:
-        self._store = HostStore(server.host_blocks)
+    ``keys_of``: keys of a request's first blocks, of which there are so many and all are full.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        cache: CachingPolicy | None = None,
+        keys_of: Callable[[LiveRequest, int], list[int]] = lambda live, count: [],
+    ) -> None:
+        self._store = HostStore(server.host_blocks, cache)
+        self._caching = cache is not None
+        self._keys_of = keys_of
+        self._for_cache = HostCopy(0)
+        """Stands for the cache, to which saves of what no copy needs are accounted."""
         self._block_bytes, self._block_size = server.block_bytes, server.block_size
         self._saves: list[HostBlock] = []
         self._loads: list[Copy] = []
         self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
         self._count = 0
-        self._begun: list[Copy] = []
-        """Copies made since jobs were taken last."""
-        self._given_up: list[Copy] = []
+        self._begun: list[tuple[Copy, Account]] = []
+        """Copies made since jobs were taken last, and their preemptions."""
+        self._given_up: list[Account] = []
         self.loads: Callable[[LiveRequest, int, int], bool] = lambda live, total_tokens, local: True
         """Whether a request loads what it lacks of its tokens beyond the local hit."""
         self.load_share = 1.0
         """Share of what is lacking that is loaded, in blocks from the front; the rest is computed again."""
+        self.loads_hit: Callable[[LiveRequest, int, int], bool] = lambda live, total_tokens, local: True
+        """Whether a request loads what host memory has of its tokens beyond the local hit, without a copy of its own.
+        """
 
     @property
     def total(self) -> int:
@@ -62,18 +79,71 @@ class HostPool:
         """Keep what the request is about to lose. The caller has checked that enough slots can be had."""
         self.forget(live)
         copy = live.copy = Copy(account.tokens, self._number(), live=live, account=account)
-        self._begun.append(copy)
+        self._begun.append((copy, account))
         self._queue_saves(self._store.add(copy, contents))
         return copy
 
-    def lost(self, blocks: Iterable[KeyedBlock]) -> None:
-        """The device gives these blocks away: save what copies need of them."""
+    def lost(self, blocks: Iterable[KeyedBlock]) -> bool:
+        """The device gives these blocks away: save what copies need of them, and what is cached. Return whether what
+        is cached may have changed."""
         self._queue_saves(self._store.lost(blocks))
+        return self._caching
+
+    # ---- what no copy needs ----
+
+    def store_only_where(self, worth: Callable[[int], bool]) -> None:
+        """Store blocks of a chain of so many blocks only where this says that it is worth it."""
+        self._store.worth_storing = worth
+
+    def asked(self, live: LiveRequest) -> None:
+        """A request has arrived. Without effect where nothing is cached, as all of these."""
+        if self._caching:
+            self._store.asked(self._keys_of(live, live.request.prompt_tokens // self._block_size))
+
+    def given_back(self, live: LiveRequest) -> None:
+        """A request is about to give its blocks back to the device, which may lose them from now on."""
+        asked = min(live.cached, live.request.prompt_tokens // self._block_size)
+        self._store.given_back(self._keys_of(live, live.cached), live.keyed_blocks, asked)
+
+    def hit_tokens(self, live: LiveRequest, local: int) -> int:
+        """Tokens that host memory has beyond the local hit, of a request without a copy of its own."""
+        return len(self._hit(live, local)[0]) * self._block_size if self._caching else 0
+
+    def beyond_host(self, live: LiveRequest, local: int) -> list[int]:
+        """Keys of the blocks that the device and host memory lack of what it has to compute. The last token is always
+        computed."""
+        missing = self._missing(live, local)
+        return missing[self._store.leading(missing) :]
+
+    def _hit(self, live: LiveRequest, local: int) -> tuple[list[int], int]:
+        """Keys of the blocks that host memory has beyond the local hit, and the number of those behind that were read
+        from files."""
+        missing = self._missing(live, local)
+        host = self._store.leading(missing)
+        staged = 0
+        if live.staged:
+            known = set(live.staged)
+            while host + staged < len(missing) and missing[host + staged] in known:
+                staged += 1
+        return missing[:host], staged
+
+    def _missing(self, live: LiveRequest, local: int) -> list[int]:
+        count = (live.tokens - 1) // self._block_size
+        keys = self._keys_of(live, count if live.preemptions else min(count, len(live.keys)))
+        return keys[local // self._block_size :]
+
+    # ---- loads ----
 
     def loadable_tokens(self, live: LiveRequest, local: int) -> int:
         """Tokens a load would bring beyond the local hit; 0 where it is better to compute them again."""
         copy = live.copy
-        if copy is None or copy.loading:
+        if copy is None:
+            if not self._caching:
+                return 0
+            host, staged = self._hit(live, local)
+            hit = (len(host) + staged) * self._block_size
+            return hit if hit and self.loads_hit(live, local + hit, local) else 0
+        if copy.loading:
             return 0
         total_tokens = min(copy.tokens, live.tokens - 1)
         if total_tokens <= local:  # an earlier answer, with less on the device, is not what happens
@@ -88,11 +158,17 @@ class HostPool:
 
     def begin_load(self, live: LiveRequest, local: int, tokens: int) -> None:
         """Queue a load of ``tokens`` tokens beyond the local hit."""
-        copy = live.copy
-        assert copy is not None
+        copy, first = live.copy, self._blocks(local)
+        count = self._blocks(local + tokens) - first
+        if copy is None:
+            host, staged = self._hit(live, local)
+            copy = live.copy = Copy(local + tokens, self._number(), live=live, account=None, staged_blocks=staged)
+            self._store.hold(copy, host)
+            live.staged = ()
+            first, count = 0, len(host)
         copy.load_tokens = tokens
-        self._queue_saves(self._store.begin_load(copy, range(self._blocks(local), self._blocks(local + tokens))))
-        self._queued_blocks["load"] += len(copy.blocks)
+        self._queue_saves(self._store.begin_load(copy, range(first, first + count)))
+        self._queued_blocks["load"] += len(copy.blocks) + copy.staged_blocks
         self._loads.append(copy)
 
     def forget(self, live: LiveRequest) -> Copy | None:
@@ -117,27 +193,30 @@ class HostPool:
         self._loads = []
         return saves, loads
 
-    def take_begun(self) -> list[Copy]:
-        """Copies made since the last call that needed no save yet. Call after :meth:`take`."""
+    def take_begun(self) -> list[Account]:
+        """Preemptions whose copies were made since the last call and needed no save yet. Call after :meth:`take`."""
         begun, self._begun = self._begun, []
-        return [copy for copy in begun if not copy.saved]
+        return [account for copy, account in begun if not copy.saved]
 
-    def take_given_up(self) -> list[Copy]:
-        """Copies that were given up since the last call, because slots were short."""
+    def take_given_up(self) -> list[Account]:
+        """Preemptions whose copies were given up since the last call, because slots were short."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
     def saved(self, job: CopyJob) -> None:
         """Note that the worker has completed a save."""
-        job.copy.account.busy -= 1
+        if job.account is not None:
+            job.account.busy -= 1
         self._queued_blocks["save"] -= len(job.blocks)
 
     def loaded(self, job: CopyJob) -> None:
         """Note that the worker has completed a load, and free the slots."""
         copy = job.copy
-        copy.account.busy -= 1
+        assert copy is not None
+        if copy.account is not None:
+            copy.account.busy -= 1
         copy.live.copy = None
-        self._queued_blocks["load"] -= len(job.blocks)
+        self._queued_blocks["load"] -= job.count
         self._store.release(copy)
 
     def _queue_saves(self, blocks: list[HostBlock]) -> None:
@@ -146,25 +225,30 @@ class HostPool:
         for copy in self._store.given_up:
             if copy.live.copy is copy:
                 copy.live.copy = None
-                self._given_up.append(copy)
+                self._given_up.append(copy.account)
         self._store.given_up = []
 
     def _save_jobs(self) -> list[CopyJob]:
         """One save for each copy that blocks are saved for."""
-        saves = by_owner(self._saves)
+        saves = by_owner(self._saves, self._for_cache)
         self._queued_blocks["save"] += sum(len(blocks) for _, blocks in saves) - len(self._saves)  # less forgotten ones
         self._saves = []
         jobs = []
         for copy, blocks in saves:
-            copy.saved = True
-            jobs.append(self._job(copy, blocks))
+            if copy is self._for_cache:
+                jobs.append(self._job(None, blocks))
+            else:
+                copy.saved = True
+                jobs.append(self._job(copy, blocks))
             for block in blocks:
                 block.saved_by = jobs[-1].copy_id
         return jobs
 
-    def _job(self, copy: Copy, blocks: list[HostBlock]) -> CopyJob:
-        copy.account.busy += 1
-        return CopyJob(self._number(), copy, blocks, max((block.saved_by for block in blocks), default=0))
+    def _job(self, copy: Copy | None, blocks: list[HostBlock]) -> CopyJob:
+        job = CopyJob(self._number(), copy, blocks, max((block.saved_by for block in blocks), default=0))
+        if job.account is not None:
+            job.account.busy += 1
+        return job
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)

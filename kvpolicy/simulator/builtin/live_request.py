@@ -85,6 +85,12 @@ class LiveRequest:
     copy: Copy | None = None
     tally: ClassTally = field(default_factory=ClassTally)
     """What counts the requests of its class."""
+    asked_files: bool = False
+    """Whether it has looked for its blocks in files."""
+    file_blocks: int = 0
+    """Number of them that it found there, behind those on the device and in host memory."""
+    staged: Sequence[int] = ()
+    """Keys of those that are read, or being read, for it."""
 
     @property
     def tokens(self) -> int:
@@ -99,10 +105,13 @@ class LiveRequest:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Copy(HostCopy):
-    """What is kept of a request's KV, as it was at one preemption."""
+    """What is kept of a request's KV, as it was at one preemption; or what it loads of its prompt from the cache."""
 
     live: LiveRequest
-    account: Account
+    account: Account | None
+    """Its preemption; None where it is loaded from the cache."""
+    staged_blocks: int = 0
+    """Blocks that were read from files for it: they are loaded behind its others, and have no slots."""
     saved: bool = False
     """Whether any save of its own was made."""
     load_tokens: int = 0
@@ -117,11 +126,21 @@ class CopyJob:
     """A save or load that a step brings to the worker."""
 
     copy_id: int
-    copy: Copy
-    """The copy that it is accounted to."""
+    copy: Copy | None
+    """The copy that it is accounted to; None for a save of contents that no copy needs."""
     blocks: list[HostBlock]
     saved_by: int = 0
     """For a load: ``copy_id`` of the last save that it needs."""
+
+    @property
+    def count(self) -> int:
+        """Number of blocks that it moves."""
+        return len(self.blocks) + (0 if self.copy is None else self.copy.staged_blocks)
+
+    @property
+    def account(self) -> Account | None:
+        """The preemption that it is made for, if any."""
+        return None if self.copy is None else self.copy.account
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

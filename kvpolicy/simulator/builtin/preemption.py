@@ -92,13 +92,14 @@ class Preemptions:
 
     def copied(self, job: CopyJob) -> None:
         """A save or load is complete: what its preemption executed is final, as in a server."""
-        self._settle(job.copy.account)
+        if job.account is not None:
+            self._settle(job.account)
 
     def loads(self, live: LiveRequest, total_tokens: int, local: int, scheduler: Scheduler, copies: HostPool) -> bool:
         """Whether the request, which is about to come back, loads what it lacks. Asked anew when its local hit or the
         loads before it change."""
         copy = live.copy
-        assert copy is not None
+        assert copy is not None and copy.account is not None
         asked = local, copies.queued_bytes("load")
         if copy.asked_at_resume != asked:
             situation = at_resume(
@@ -108,10 +109,26 @@ class Preemptions:
             copy.asked_at_resume, copy.loads = asked, self._decider.loads(situation)
         return copy.loads
 
+    def loads_hit(
+        self, live: LiveRequest, total_tokens: int, local: int, scheduler: Scheduler, copies: HostPool
+    ) -> bool:
+        """Whether a request without a copy of its own loads what host memory has beyond the local hit."""
+        situation = hit_situation(live, total_tokens, local, scheduler, copies, self._server)
+        return self._decider.loads_hit(situation)
+
+    def reads(
+        self, live: LiveRequest, total_tokens: int, local: int, read_s: float, scheduler: Scheduler, copies: HostPool
+    ) -> bool:
+        """Whether it reads what it has in files, which takes so many seconds, before it loads all beyond the local hit:
+        it does unless computing that is predicted to take less."""
+        situation = hit_situation(live, total_tokens, local, scheduler, copies, self._server)
+        compute_s = self._decider.price(situation, "recompute alone")
+        return (compute_s is None or compute_s > read_s) and self._decider.loads_hit(situation)
+
     def not_loaded(self, live: LiveRequest, copies: HostPool) -> None:
         """The request was admitted without a load: its copy is not needed, or it is better to compute the rest."""
         copy = live.copy
-        assert copy is not None
+        assert copy is not None and copy.account is not None
         self.forget(live, copies)
         if not copy.loads:
             copy.account.executed, copy.account.mixed = "recompute", True
@@ -120,10 +137,10 @@ class Preemptions:
         """The copies of a step were taken: settle what was given up for want of slots, and what had nothing to save.
 
         In this order: a copy may be given up in the step that made it."""
-        for copy in copies.take_given_up():
-            self._recompute_after_all(copy.account)
-        for copy in copies.take_begun():
-            self._settle(copy.account)
+        for account in copies.take_given_up():
+            self._recompute_after_all(account)
+        for account in copies.take_begun():
+            self._settle(account)
 
     def _recompute_after_all(self, account: Account) -> None:
         account.executed, account.mixed = "recompute", True
@@ -134,7 +151,7 @@ class Preemptions:
     def forget(self, live: LiveRequest, copies: HostPool) -> None:
         """Drop the request's copy; what is executed is final then."""
         copy = copies.forget(live)
-        if copy is not None:
+        if copy is not None and copy.account is not None:
             self._settle(copy.account)
 
     def count(self, step: Step) -> None:
@@ -235,6 +252,42 @@ def situation_of(
         priority=live.request.priority,
         cause=cause,
         absence_tokens=survival.absence_tokens(cause),
+    )
+
+
+def hit_situation(
+    live: LiveRequest, total_tokens: int, local: int, scheduler: Scheduler, copies: HostPool, server: Server
+) -> Preemption:
+    """The situation of a request that is about to be admitted and whose first ``total_tokens`` are all on the device,
+    the ``local`` ones, or in host memory: as :func:`kvpolicy.policy.decision.at_resume` has it for a copy."""
+    size, running = server.block_size, scheduler.running
+    return Preemption(
+        time_s=0.0,
+        computed_tokens=total_tokens,
+        prompt_tokens=live.request.prompt_tokens,
+        output_tokens=live.outputs,
+        block_size=size,
+        block_bytes=server.block_bytes,
+        segment_bytes=server.segment_bytes or server.block_bytes,
+        held_blocks=-(-total_tokens // size),
+        shared_blocks=0,
+        hashed_blocks=local // size,
+        hit_blocks=float(local // size),
+        save_blocks=0.0,
+        device_blocks=server.device_blocks + NULL_BLOCK,
+        free_blocks=scheduler.pool.free,
+        short_blocks=0,
+        host_blocks=copies.total,
+        free_host_blocks=copies.free,
+        running_requests=len(running),
+        waiting_requests=scheduler.waiting_requests,
+        batch_tokens=sum(other.computed for other in running),
+        queued_save_bytes=copies.queued_bytes("save"),
+        queued_load_bytes=copies.queued_bytes("load"),
+        earlier_preemptions=live.preemptions,
+        priority=live.request.priority,
+        cause="memory",
+        absence_tokens=0.0,
     )
 
 

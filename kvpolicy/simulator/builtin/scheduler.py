@@ -75,8 +75,11 @@ class Scheduler:
         preempting: Callable[[LiveRequest, Cause], None],
         admitted: Callable[[LiveRequest, int], None],
         ordering: Ordering | None = None,
+        delayed: Callable[[LiveRequest], bool] = lambda live: False,
     ) -> None:
+        """``delayed``: whether a request that could be admitted has to wait for something of its own."""
         self.pool = pool
+        self._delayed = delayed
         self.running: list[LiveRequest] = []
         self.waiting: Queue = queue_for(server.scheduling) if ordering is None else ordering.waiting
         self.holding: Queue = queue_for(server.scheduling) if ordering is None else ordering.holding
@@ -246,10 +249,10 @@ class Scheduler:
             self.loaded.discard(live)
             self._loading -= 1
             self.growth.ended(self._load_began.pop(live))
-            live.keeps_turn = self._keeps_place
+            live.keeps_turn = self._keeps_place and live.preemptions > 0
             self.pool.cache(live, live.computed)
             live.status = Status.PREEMPTED if live.preemptions else Status.WAITING
-        return live.stale == 0
+        return live.stale == 0 and not self._delayed(live)
 
     def _allocate_waiting(self, live: LiveRequest, budget: int) -> int | None:
         """Allocate blocks for its next chunk and return the chunk's tokens; 0 where it is to be loaded first.
@@ -265,6 +268,8 @@ class Scheduler:
             return None
         if fresh:
             self.pool.adopt(live, demand.hits)
+            if not live.preemptions:
+                self._count_hits(live, demand)
         if demand.missing_blocks:
             self.pool.grow(live, demand.missing_blocks)
         live.computed = demand.computed
@@ -277,6 +282,12 @@ class Scheduler:
         else:
             self._cache_chunk(live, demand.computed + demand.new_tokens)
         return demand.new_tokens
+
+    def _count_hits(self, live: LiveRequest, demand: Demand) -> None:
+        """Count what a request that is admitted for the first time finds of its prompt."""
+        local = len(demand.hits) * self._server.block_size
+        host, files = self._copies.hit_tokens(live, local), live.file_blocks * self._server.block_size
+        live.tally.hits.admitted(live.request.prompt_tokens, local, host, files, demand.load_tokens)
 
     def demand(self, live: LiveRequest, budget: int) -> Demand:
         """What its next chunk, or the load before it, takes. A load must leave the blocks that unfinished prefills

@@ -11,6 +11,7 @@ from kvpolicy.latency import NO_SLO, Slo
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.engine import Engine
+from kvpolicy.simulator.builtin.prompt_cache import MakeCaching
 from kvpolicy.simulator.builtin.scheduler import Victims, VllmVictims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
@@ -33,6 +34,9 @@ class Builtin:
     wall: Callable[[], float] = time.perf_counter
     created: str = FIXED_DAY
     """Creation time in the trace's header; fixed, so that equal runs give equal traces."""
+    caching: MakeCaching | None = None
+    """Makes what chooses the contents of host memory, in place of the server's caching policy, for references that know
+    what is to come."""
 
     @property
     def name(self) -> str:
@@ -60,7 +64,7 @@ class Builtin:
             sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         trace_writer = TraceWriter(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(identity, trace_writer, victims, self.leap, on_decision, self.load_share, slo)
+        engine = Engine(identity, trace_writer, victims, self.leap, on_decision, self.load_share, slo, self.caching)
         engine.run()
         trace_writer.flush()
         trace = None if sink is None else sink.finish()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvpolicy.events import Outcome, Transfer
+from kvpolicy.events import CACHE_COPY, Outcome, Transfer
 from kvpolicy.order import Choice
+from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.simulator.base import Sink
-from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Step
+from kvpolicy.simulator.builtin.live_request import Account, CopyJob, LiveRequest, Step
 from kvpolicy.trace import Row, decision_row, displacement_row, outcome_row, request_row, step_row, transfer_row
 
 BATCH_ROWS = 1000
@@ -92,11 +93,10 @@ class TraceWriter:
         )
         self._add("requests", row)
 
-    def transfer(self, copy: Copy, transfer: Transfer, step: int) -> None:
+    def transfer(self, job: CopyJob, transfer: Transfer, step: int) -> None:
         if self.enabled:
-            account = copy.account
-            row = transfer_row(transfer, preemption_id=account.preemption_id, step=step, tier=account.option.tier)
-            self._add("transfers", row)
+            preemption_id = CACHE_COPY if job.account is None else job.account.preemption_id
+            self._add("transfers", transfer_row(transfer, preemption_id=preemption_id, step=step, tier=HOST_TIER))
 
     def step(self, step: Step) -> None:
         if self.enabled:

@@ -40,7 +40,7 @@ def step(end_s: float, tokens: int, *parts: Repeated[Any], requests: int = 4) ->
 
 
 def copy_of(owner: Any, start_s: float, end_s: float) -> Any:
-    return SimpleNamespace(copy=SimpleNamespace(account=owner)), SimpleNamespace(start_s=start_s, end_s=end_s)
+    return SimpleNamespace(account=owner), SimpleNamespace(start_s=start_s, end_s=end_s)
 
 
 def test_repeated_parts_are_taken_out_of_a_load() -> None:

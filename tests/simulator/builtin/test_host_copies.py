@@ -53,7 +53,7 @@ def test_a_cached_block_is_saved_when_it_is_evicted(pool: HostPool) -> None:
     live, account = victim()
     blocks = [KeyedBlock(2), KeyedBlock(4)]
     copy = pool.keep(live, account, [(2, blocks[0]), (4, blocks[1])])
-    assert pool.take() == ([], []) and pool.take_begun() == [copy]
+    assert pool.take() == ([], []) and pool.take_begun() == [account]
     assert pool.watches(blocks[1]) and not pool.watches(KeyedBlock(4))
     pool.lost([KeyedBlock(6), blocks[1]])
     (save,), _ = pool.take()
@@ -63,10 +63,10 @@ def test_a_cached_block_is_saved_when_it_is_evicted(pool: HostPool) -> None:
 
 def test_the_copy_of_the_shortest_request_is_given_up(pool: HostPool) -> None:
     (short, short_account), (long, long_account) = victim(10), victim(20)
-    copy = pool.keep(short, short_account, UNKEYED)
+    pool.keep(short, short_account, UNKEYED)
     assert (pool.obtainable(5, 8), pool.obtainable(20, 8)) == (5, 8)
     pool.keep(long, long_account, UNKEYED * 2)
-    assert short.copy is None and pool.take_given_up() == [copy] and pool.free == 2
+    assert short.copy is None and pool.take_given_up() == [short_account] and pool.free == 2
     (save,), _ = pool.take()
     assert save.copy is long.copy and pool.queued_bytes("save") == 6
 

@@ -1,0 +1,101 @@
+"""The tiers below the device that hold what no preempted request needs, and the reads that requests wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpolicy.caching import CachingPolicy
+from kvpolicy.caching import spec as caching
+from kvpolicy.cost.block_price import block_price
+from kvpolicy.policy import Policy
+from kvpolicy.simulator.base import Server
+from kvpolicy.simulator.builtin.blocks import Pool
+from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
+from kvpolicy.simulator.builtin.host_copies import HostPool
+from kvpolicy.simulator.builtin.live_request import LiveRequest
+
+MakeCaching = Callable[[int], CachingPolicy]
+"""Makes a caching policy for so many blocks."""
+
+
+def host_pool(
+    server: Server, policy: Policy, pool: Pool, made: MakeCaching | None = None
+) -> tuple[HostPool, FileTier | None]:
+    """Host memory, which learns from ``pool`` what requests give back where it caches that, and the files below it.
+
+    What is cached goes by the prices of the policy's cost model, if that has one. ``made``: makes the caching policy of
+    host memory in place of the server's.
+    """
+    cache, model = server.cache, policy.cost_model
+    if cache is None:
+        return HostPool(server), None
+    price: caching.Price = equal_price
+    if model is not None:
+        price = block_price(model, server.block_size, server.block_bytes, server.segment_bytes)
+    above = caching.load(cache.policy, server.host_blocks, price, allow_python=True)
+    if made is not None:
+        above = made(server.host_blocks)
+    if above is None:
+        return HostPool(server), None
+    files = None
+    if cache.file_blocks:
+        below = caching.load(cache.policy, cache.file_blocks, price, allow_python=True)
+        assert below is not None
+        files = FileTier(cache, server.block_bytes, below)
+        above = Demoting(above, files)
+    copies = HostPool(server, above, pool.keys)
+    copies.store_only_where(lambda blocks: price(blocks - 1) > 0.0)
+    pool.given_back = copies.given_back
+    return copies, files
+
+
+def equal_price(position: int) -> float:
+    """Where nothing predicts costs, all blocks save the same."""
+    return 1.0
+
+
+class FileReads:
+    """Reads that requests wait for before they are admitted, at most one for each."""
+
+    def __init__(self, server: Server, files: FileTier | None, pool: Pool, copies: HostPool) -> None:
+        self._block_size, self._files, self._pool, self._copies = server.block_size, files, pool, copies
+        self._ends_s: dict[LiveRequest, float] = {}
+        self.worth: Callable[[LiveRequest, int, int, float], bool] = lambda live, total_tokens, local, read_s: True
+        """Whether a request of so many tokens, of which so many are on the device, reads for so many seconds what it
+        has in files."""
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next read ends."""
+        return min(self._ends_s.values(), default=None)
+
+    def begin_at(self, now_s: float) -> bool:
+        """Set the time; return whether a read has ended since the last one."""
+        if self._files is None:
+            return False
+        self._files.now_s = now_s
+        ended = [live for live, end_s in self._ends_s.items() if end_s <= now_s]
+        for live in ended:
+            del self._ends_s[live]
+        return bool(ended)
+
+    def delays(self, live: LiveRequest) -> bool:
+        """Whether a request that could be admitted waits for a read, which begins when this is asked first."""
+        files = self._files
+        if files is None:
+            return False
+        if live in self._ends_s:
+            return True
+        if live.asked_files or live.copy is not None or live.computed:
+            return False
+        live.asked_files = True
+        local = len(self._pool.hits(live)) * self._block_size
+        keys = self._copies.beyond_host(live, local)
+        keys = keys[: files.leading(keys)]
+        live.file_blocks = len(keys)
+        before = local + self._copies.hit_tokens(live, local)
+        if not keys or not self.worth(live, before + len(keys) * self._block_size, local, files.read_s(len(keys))):
+            return False
+        live.staged = keys
+        self._ends_s[live] = files.read(len(keys))
+        return True

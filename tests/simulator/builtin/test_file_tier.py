@@ -1,0 +1,94 @@
+"""Files below host memory, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpolicy.caching.by_use import Lru
+from kvpolicy.prefix_hits import PrefixHits
+from kvpolicy.simulator import PromptCache
+from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
+from tests.simulator.builtin.test_prompt_cache import BYTES, SERVER, run, talks
+
+CACHE = PromptCache("lru", file_blocks=8, file_bytes_per_s=1e6, file_latency_s=0.001, file_queue_blocks=3)
+"""A block takes 2 ms to write, and 1 ms after another one to read."""
+
+
+def tier(cache: PromptCache = CACHE) -> FileTier:
+    return FileTier(cache, BYTES, Lru(cache.file_blocks))
+
+
+def test_what_is_written_can_be_read_once_the_write_has_ended() -> None:
+    files = tier()
+    files.write("abc", 0)
+    files.write("abc", 1)
+    files.now_s = 0.003
+    assert files.leading("abc") == 1
+    files.now_s = 0.004
+    assert files.leading("abc") == 2 and files.leading("xbc") == 0
+
+
+def test_the_queue_of_writes_is_bounded() -> None:
+    files = tier()
+    for position in range(5):
+        files.write("abcde", position)
+    assert files.left_out == 2
+    files.now_s = 1.0
+    files.write("abcde", 3)
+    files.now_s = 2.0
+    assert files.leading("abcde") == 4 and files.left_out == 2
+
+
+def test_reads_follow_each_other() -> None:
+    files = tier()
+    files.now_s = 5.0
+    assert files.read_s(4) == pytest.approx(0.005)
+    assert files.read(4) == pytest.approx(5.005) and files.read(1) == pytest.approx(5.007)
+
+
+def test_the_files_hold_no_more_than_they_may_and_what_was_used_last() -> None:
+    files = tier(replace(CACHE, file_blocks=2, file_queue_blocks=9))
+    for number, chain in enumerate(("a", "b", "c")):
+        files.now_s = float(number)
+        files.asked(chain)
+        files.write(chain, 0)
+    files.now_s = 9.0
+    assert [files.leading(chain) for chain in "abc"] == [0, 1, 1]
+
+
+def test_what_is_evicted_above_is_written_first_blocks_first() -> None:
+    files = tier(replace(CACHE, file_queue_blocks=2))
+    above = Demoting(Lru(3), files)
+    above.asked("abc", 0)
+    above.stored("abc", (0, 1, 2))
+    assert len(above) == 3 and "a" in above and set(above.evict(3, ())) == set("abc")
+    files.now_s = 1.0
+    assert files.leading("abc") == 2, "the last one found the queue full"
+    above.asked("d", 0)
+    above.stored("d", (0,))
+    above.lost("d")
+    assert not above.evict(1, ())
+
+
+def test_a_request_waits_for_its_read_and_loads_it_then() -> None:
+    """Host memory holds six blocks, less than two prompts; the first prompt is in files when it comes again."""
+    cache = replace(CACHE, file_blocks=40, file_queue_blocks=40)
+    server = replace(SERVER, host_blocks=6, cache=cache)
+    result = run(talks(1, 2, 3, 4, 1), server)
+    hits = result.summary.prefix_hits
+    assert hits.file_tokens > 0 and hits.host_tokens + hits.file_tokens == 80 == hits.loaded_tokens
+    assert hits == PrefixHits(5 * 96, 0, hits.host_tokens, hits.file_tokens, 80)
+    assert result.trace is not None
+    (last,) = [row for row in result.trace.rows("requests") if row["request"] == "4"]
+    read_s = 0.001 + 1e-3 * hits.file_tokens // 16
+    assert last["first_token_s"] - 4.0 > read_s + 5e-3 + 16e-4
+
+
+def test_a_read_that_takes_longer_than_computing_is_not_begun() -> None:
+    cache = replace(CACHE, file_blocks=40, file_queue_blocks=40, file_latency_s=30.0)
+    server = replace(SERVER, host_blocks=6, cache=cache)
+    priced = "python:tests.priced:Priced"
+    hits = run(talks(1, 2, 3, 4, 1, gap_s=300.0), server, spec=priced).summary.prefix_hits
+    assert hits.file_tokens > 0 == hits.loaded_tokens - hits.host_tokens

@@ -1,0 +1,108 @@
+"""Host memory and files that hold prompts, in the built-in simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpolicy import policy
+from kvpolicy.caching import Foreseen
+from kvpolicy.fields import WrongValue
+from kvpolicy.prefix_hits import PrefixHits
+from kvpolicy.simulator import Link, MemorySink, PromptCache, Run, Server
+from kvpolicy.simulator.builtin import Builtin
+from kvpolicy.simulator.builtin.blocks import shared_keys
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
+from kvpolicy.workload import Request, Workload
+
+BLOCK, BYTES = 16, 1000
+SERVER = Server(BLOCK, BYTES, 10, 40, cache=PromptCache("lru"))
+"""The device holds one and a half of the prompts of :func:`talks`, host memory all."""
+TIMES = ConstantTimes(0.001, (1e-4, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1e6)
+"""A token takes 0.1 ms, a block's copy 1 ms."""
+
+
+def talks(*ids: int, tokens: int = 96, gap_s: float = 1.0) -> Workload:
+    """Prompts that come one by one; equal ids are equal prompts of six blocks, the last token of which is another's."""
+    requests = tuple(
+        Request(gap_s * number, tokens, 2, tuple(100 * talk + block for block in range(6)), BLOCK)
+        for number, talk in enumerate(ids)
+    )
+    return Workload("talks", requests, 0)
+
+
+PLAIN = Builtin()
+
+
+def run(work: Workload, server: Server = SERVER, spec: str = "always-swap", simulator: Builtin = PLAIN) -> Run:
+    return simulator.run(work, policy.load_policy(spec), server, TIMES, sink=MemorySink())
+
+
+def test_a_prompt_that_the_device_has_lost_is_loaded() -> None:
+    """Of six blocks five can be found: the last token is always computed. The second prompt takes five places."""
+    result = run(talks(1, 2, 3, 1))
+    assert result.summary.prefix_hits == PrefixHits(4 * 96, 0, 80, 0, 80)
+    assert result.trace is not None
+    rows = list(result.trace.rows("transfers"))
+    assert {row["preemption_id"] for row in rows} == {"cache"}
+    loads = [row for row in rows if row["direction"] == "load"]
+    assert [row["bytes"] for row in loads] == [5 * BYTES]
+    (last,) = [row for row in result.trace.rows("requests") if row["request"] == "3"]
+    assert last["loaded_tokens"] == 80
+    # 16 tokens and two steps, the load, and a step that waits for it.
+    assert last["first_token_s"] - 3.0 == pytest.approx(0.001 + 16e-4 + 5e-3, abs=1.5e-3)
+
+
+def test_what_is_on_the_device_is_not_loaded() -> None:
+    assert run(talks(1, 1)).summary.prefix_hits == PrefixHits(192, 80)
+
+
+def test_a_policy_that_always_recomputes_finds_prompts_and_computes_them() -> None:
+    hits = run(talks(1, 2, 3, 1), spec="always-recompute").summary.prefix_hits
+    assert hits == PrefixHits(4 * 96, 0, 80, 0, 0)
+
+
+def test_without_a_cache_nothing_is_in_host_memory() -> None:
+    summary = run(talks(1, 2, 3, 1), replace(SERVER, cache=None)).summary
+    assert summary.prefix_hits == PrefixHits(4 * 96) and summary.moved_bytes == 0
+    off = run(talks(1, 2, 3, 1), replace(SERVER, cache=PromptCache("off"))).summary
+    assert replace(off, simulator_wall_s=0.0) == replace(summary, simulator_wall_s=0.0)
+
+
+def test_host_memory_holds_what_its_policy_keeps() -> None:
+    """Slots for one prompt and a half: the prompt before the last one's is there no more under least recent use, and is
+    where the prompts to come are known."""
+    work, server = talks(1, 2, 3, 4, 1), replace(SERVER, host_blocks=6)
+    assert run(work, server).summary.prefix_hits.host_tokens < 80
+    chains = [shared_keys(request, BLOCK)[:6] for request in work]
+    known = Builtin(caching=lambda capacity: Foreseen(capacity, chains))
+    assert run(work, server, simulator=known).summary.prefix_hits.host_tokens == 80
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_leaps_change_nothing_and_no_slot_is_lost(asynchronous: bool, overlapped: bool) -> None:
+    requests = tuple(
+        Request(
+            0.005 * number,
+            129 + 7 * (number % 9),
+            30 + number % 40,
+            tuple(100 * (number % 7) + b for b in range(8)),
+            16,
+        )
+        for number in range(60)
+    )
+    server = replace(
+        SERVER, device_blocks=30, host_blocks=25, asynchronous=asynchronous, link=Link(overlapped=overlapped),
+        cache=PromptCache("cost", file_blocks=20),
+    )  # fmt: skip
+    work = Workload("mixed", requests, 0)
+    fast, slow = (run(work, server, simulator=Builtin(leap=leap)) for leap in (True, False))
+    assert fast.summary.preemptions["swap"] and fast.summary.prefix_hits.loaded_tokens
+    assert replace(fast.summary, simulator_wall_s=0.0) == replace(slow.summary, simulator_wall_s=0.0)
+
+
+def test_a_cache_needs_prefix_caching() -> None:
+    with pytest.raises(WrongValue, match="cache is given without prefix caching"):
+        replace(SERVER, prefix_caching=False)
