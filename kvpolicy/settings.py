@@ -14,7 +14,7 @@ from kvpolicy.order import HELP as ORDERS
 from kvpolicy.order import spec as orders
 from kvpolicy.policy import HELP, Policy
 from kvpolicy.request_marks import HELP as CLASSES
-from kvpolicy.request_marks import Classes
+from kvpolicy.request_marks import HINT_HELP, Classes, HintLimits
 
 LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]. Default: the native link."
 SEED = "Seed of all random draws."
@@ -46,6 +46,7 @@ class ServerSettings:
     allow_python_policies: bool = option(f"Let --policy name a module whose code the server runs, {FORM}.", False)
     order: str = option(f"Order of service. {ORDERS}.", "fcfs")
     classes: Classes | None = option(CLASSES, None)
+    hints: HintLimits | None = option(HINT_HELP, None)
 
     def __post_init__(self) -> None:
         _refuse_object(self.policy)

@@ -6,6 +6,7 @@ from kvpolicy.caching.adaptive import Arc, S3Fifo
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.caching.by_cost import ByCost
 from kvpolicy.caching.by_use import Lfu, Lru
+from kvpolicy.caching.hinted import Hinted
 from kvpolicy.caching.prompt_replay import Replayed, chains_of, hindsight, replay
 
 KINDS: Mapping[str, type[CachingPolicy]] = {kind.name: kind for kind in (Lru, Lfu, Arc, S3Fifo, ByCost)}
@@ -15,6 +16,7 @@ __all__ = [
     "Arc",
     "ByCost",
     "CachingPolicy",
+    "Hinted",
     "Lfu",
     "Lru",
     "Replayed",
