@@ -144,7 +144,9 @@ class ChatLoad:
     conversations: int = option("Number of conversations of a run.", 40, COUNT)
     turns: float = option("Mean number of turns of a drawn conversation.", 5.0, TURNS)
     think_s: float = option("Mean seconds before a message, exponentially distributed.", 5.0, AMOUNT)
-    context: int | None = option("Tokens that a window and its answer may have. Default: the server's.", None, COUNT)
+    context_tokens: int | None = option(
+        "Tokens that a window and its answer may have. Default: the server's.", None, COUNT
+    )
     keep_s: float = option("Seconds for which the arm with hints asks to keep a window.", 60.0, POSITIVE)
     rounds: int = option(ROUNDS, 3, COUNT)
     load_seed: int = option(SEED, 0, AMOUNT, flag="--seed")

@@ -18,7 +18,7 @@ LAYERS = (
     ("events", "overflow", "shape", "regression", "extensions", "code_digest", "request_marks"),
     ("features", "hardware", "headroom", "host_store", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "client", "trace"),
-    ("attribution", "warming"),
+    ("attribution", "prefix_store"),
     ("cost", "datasets"),
     ("policy", "training"),
     ("evaluation", "settings", "simulator", "explanation"),

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from kvpolicy.caching.adaptive import Arc, S3Fifo
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.caching.by_cost import ByCost
+from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.by_use import Lfu, Lru
-from kvpolicy.caching.hinted import Hinted
 from kvpolicy.caching.prompt_replay import Replayed, chains_of, hindsight, replay
 
 KINDS: Mapping[str, type[CachingPolicy]] = {kind.name: kind for kind in (Lru, Lfu, Arc, S3Fifo, ByCost)}

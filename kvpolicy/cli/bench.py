@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy import integrations, warming
+from kvpolicy import integrations, prefix_store
 from kvpolicy.cli.flags import SERVER_FLAGS, command
 from kvpolicy.settings import ARMS, AnalyticsLoad, BenchTarget, ChatLoad, ServerSettings
 
@@ -66,10 +66,10 @@ def warm(
     class_name: Annotated[str | None, typer.Option("--class", help="Class that the request claims.")] = None,
 ) -> Any:
     """Store a prefix on a server before anybody asks for it, and say what was stored and what it cost."""
-    return warming.warm(
+    return prefix_store.warm(
         url,
-        None if prompt is None else warming.read_prompt(prompt),
-        None if messages is None else warming.read_messages(messages),
+        None if prompt is None else prefix_store.read_prompt(prompt),
+        None if messages is None else prefix_store.read_messages(messages),
         keep_s,
         class_name,
     )

@@ -188,7 +188,8 @@ def _ratios(results: Run) -> Iterator[str]:
                 pairs = [(above, below) for run in _of(results, name, cell)
                          if (above := _value(run, figure)) and (below := by_round.get(run["round"]))]  # fmt: skip
                 if pairs and figure != "hit_rate":
-                    yield f"{where}: {title}, {name} over {first}: {student_ratio(*zip(*pairs, strict=True)).text()}"
+                    ratio = student_ratio([above for above, _ in pairs], [below for _, below in pairs])
+                    yield f"{where}: {title}, {name} over {first}: {ratio.text()}"
 
 
 def _tokens(results: Run) -> str:

@@ -1,29 +1,34 @@
-"""The bench over HTTP: arms in alternation, results that are resumed, tokens that are compared, errors that count."""
+"""The bench over HTTP: arms in alternation, results that are resumed, tokens that are compared, errors that count.
+
+Its parts kvpolicy_vllm.bench.load_kinds, kvpolicy_vllm.bench.analytics_load and kvpolicy_vllm.bench.load_report are
+tried with it, as are the commands of kvpolicy.cli.bench.
+"""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvpolicy.errors import EngineFailed, InputError
-from kvpolicy.fields import WrongValue
+from kvpolicy.cli import main
+from kvpolicy.errors import InputError
 from kvpolicy.reporting.pipeline import report
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, ServerSettings
-from kvpolicy_vllm import launch
-from kvpolicy_vllm.bench import live_server, run_bench
-from kvpolicy_vllm.bench.live_arms import arms_of
-from kvpolicy_vllm.bench.live_server import LiveServer
-from kvpolicy_vllm.bench.load_results import differences
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad
+from kvpolicy_vllm.bench import run_bench
 from tests.bench.live_http import Small, serving
 
 CHAT = ChatLoad(
-    chatters=(2,), prefixed=(0.0, 0.5), prefix_tokens=32, conversations=6, turns=2.0, think_s=0.0, rounds=2, context=300
+    chatters=(2,),
+    prefixed=(0.0, 0.5),
+    prefix_tokens=32,
+    conversations=6,
+    turns=2.0,
+    think_s=0.0,
+    rounds=2,
+    context_tokens=300,
 )
 ANALYTICS = AnalyticsLoad(prefix_tokens=(40, 80), texts=10, rounds=2, concurrency=3)
 WARM_UP = run_bench.WARM_UP_REQUESTS
@@ -124,92 +129,28 @@ def test_tokens_that_differ_are_counted_with_how_close_it_was(
         )
 
 
-def test_of_a_conversation_the_first_difference_counts() -> None:
-    def row(turn: int, *tokens: int, error: str = "", name: str = "a") -> dict[str, Any]:
-        return {"conversation": name, "turn": turn, "token_ids": tokens, "error": error}
-
-    one = [row(1, 4, 5), row(0, 1, 2), row(2, 6), row(0, 7, name="b"), row(1, 8, name="b")]
-    other = [row(0, 1, 2), row(1, 4, 9), row(2, 7), row(0, 7, name="b", error="HTTP 500"), row(1, 9, name="b")]
-    assert differences(one, other) == {"tokens": 4, "different": [{"conversation": "a", "turn": 1, "token": 1}]}
-
-
-def test_a_page_shows_the_bench(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
-    run_bench.bench(tmp_path, CHAT, two[-1])
-    report([tmp_path], tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert text.count("<svg") == 5 and "hit rate over the run, 2 people" in text and "http://127.0.0.1" in text
-    (tmp_path / "bench.json").write_text("{}")
-    with pytest.raises(InputError, match=r"bench.json: is not what `kvpolicy bench` writes"):
-        report([tmp_path], tmp_path / "page.html")
-    with pytest.raises(InputError, match="a page shows one bench"):
-        report([tmp_path, tmp_path], tmp_path / "page.html")
-
-
-@pytest.mark.parametrize(
-    ("arms", "flags", "problem"),
-    [
-        (("a=1",), (), "should be NAME or NAME=JSON"),
-        (("a={",), (), "should be NAME or NAME=JSON"),
-        (("a/b",), (), "a name of letters, digits"),
-        (("a", "a"), (), "twice by the same name"),
-        (('a={"hints": 1}',), (), '"hints" should be true or false'),
-        (('vllm={"order": "mlfq"}',), (), "takes no settings"),
-        (('a={"ordre": "mlfq"}',), (), "unknown key 'ordre'"),
-        ((), ("--port", "1"), "--port cannot be given"),
-    ],
-)
-def test_an_arm_that_cannot_be_read_is_named(
-    arms: tuple[str, ...], flags: tuple[str, ...], problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "require", lambda name: None)
-    with pytest.raises(InputError, match=problem):
-        arms_of(BenchTarget("some/llm", arms, vllm_flags=flags))
-
-
-def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "require", lambda name: None)
-    settings = ServerSettings("always-swap", host_gib=2.0, order="mlfq")
-    arms = arms_of(BenchTarget("llm", ("vllm", "kvpolicy", 'las={"order": "las"}', "hints"), settings, ("--seed", "3")))
-    stock, plugin, las, hints = arms
-    assert "--kv-transfer-config" not in stock.command and stock.command[-2:] == ("--seed", "3")
-    assert '"order": "mlfq"' in plugin.command[-3] and '"host_gib": 2.0' in plugin.command[-3]
-    assert '"order": "las"' in las.command[-3] and '"host_gib": 2.0' in las.command[-3]
-    assert hints.command == plugin.command and hints.hints and not plugin.hints
-    assert [arm.name for arm in arms_of(BenchTarget("llm"))] == ["vllm", "kvpolicy"]
-    (alone,) = arms_of(BenchTarget("http://there:8000"))
-    assert alone.url == "http://there:8000" and not alone.command
-    with pytest.raises(WrongValue, match='JSON has "url" and "hints" alone'):
-        arms_of(BenchTarget("http://there:8000", ('a={"order": "mlfq"}',)))
-    with pytest.raises(InputError, match="runs already"):
-        arms_of(BenchTarget("http://there:8000", vllm_flags=("--seed", "3")))
-
-
-def test_a_server_that_ends_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["/bin/sh", "-c", "echo no such model; exit 3", "--"]
-    with (
-        pytest.raises(EngineFailed, match=r"(?s)ended with 3 before it answered.*no such model"),
-        LiveServer(command, tmp_path / "log"),
-    ):
-        pass
-
-
-def test_a_server_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_server, "_answers", lambda url: (tmp_path / "up").exists())
-    command = ["/bin/sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/pid; touch {tmp_path}/up; wait", "--"]
-    with LiveServer(command, tmp_path / "log") as server:
-        pid = int((tmp_path / "pid").read_text())
-        server.refuse_ended()
-    stat = Path(f"/proc/{pid}/stat")
-    for _ in range(600):  # a killed process takes a moment
-        if not stat.exists() or stat.read_text().split(")")[1].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"process {pid} outlived the server")
-
-
 def test_results_are_whole(tmp_path: Path) -> None:
     run_bench.write(tmp_path / "a.json", {"a": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
     with pytest.raises(ValueError, match="JSON"):
         run_bench.write(tmp_path / "a.json", {"a": float("nan")})
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_commands_measure_and_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, prompt = tmp_path / "out", tmp_path / "prompt.json"
+    prompt.write_text("[1, 2, 3, 4]")
+    small = Small()
+    with serving(small) as url:
+        options = ["--prefix-tokens", "40", "--texts", "5", "--rounds", "2", "--concurrency", "2", "--seed", "3"]
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "analytics", url, "--out", str(out), *options, "--arm", "a", "--arm", "hints"])
+        assert ended.value.code == 0 and (out / "bench.html").exists()
+        assert "requests_s hints / a" in capsys.readouterr().out
+        with pytest.raises(SystemExit) as ended:
+            main(["warm", url, "--prompt", str(prompt), "--keep-s", "30"])
+        assert ended.value.code == 0 and "4 tokens, of which 0 were cached" in capsys.readouterr().out
+        small.fault = dict.fromkeys(range(len(small.bodies), 1000), "status")
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "chat", url, "--out", str(tmp_path / "chat"), "--context-tokens", "200"])
+        assert ended.value.code == 2 and "does not serve: HTTP 503: the pool is full" in capsys.readouterr().err

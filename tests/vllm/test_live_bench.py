@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import integrations
+from kvpolicy.prefix_store import warm
 from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, ServerSettings
-from kvpolicy.warming import warm
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.exactness import TIE_GAP
 from kvpolicy_vllm.bench.live_server import LiveServer
@@ -33,7 +33,14 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path) -> None:
     """Every message is answered by its full length, with the same tokens, and its hints are read."""
     load = ChatLoad(
-        chatters=(3,), prefixed=(0.5,), prefix_tokens=96, conversations=5, turns=2.0, think_s=0.1, rounds=1, context=400
+        chatters=(3,),
+        prefixed=(0.5,),
+        prefix_tokens=96,
+        conversations=5,
+        turns=2.0,
+        think_s=0.1,
+        rounds=1,
+        context_tokens=400,
     )
     found = integrations.bench(tmp_path, load, BenchTarget(model, ("vllm", "hints"), SETTINGS, FLAGS))
     assert isinstance(found, LoadReport) and found.ok, found.text()

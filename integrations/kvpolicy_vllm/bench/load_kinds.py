@@ -41,9 +41,13 @@ class Terms:
 class Kind(Protocol):
     """A load."""
 
-    name: str
-    rate: str
-    """Field of a run's figures: what is answered per second."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rate(self) -> str:
+        """Field of a run's figures: what is answered per second."""
+        ...
 
     def cells(self) -> list[Cell]: ...
 
@@ -80,7 +84,9 @@ class ChatKind:
             all_of_them = of_requests(source, self.load.conversations, self.load.think_s, rng)
         fitting = fitted(all_of_them, room)
         if not fitting:
-            raise InputError(f"no conversation fits into {room} tokens: give a longer --context, or a shorter prefix")
+            raise InputError(
+                f"no conversation fits into {room} tokens: give a longer --context-tokens, or a shorter prefix"
+            )
         return prefixed(fitting, cell["prefixed"], stream(seed, "prefixed"))
 
     def _prefix_tokens(self, context_tokens: int) -> int:
@@ -110,7 +116,11 @@ class ChatKind:
         )
 
     def _context(self, terms: Terms) -> int:
-        return terms.context_tokens if self.load.context is None else min(self.load.context, terms.context_tokens)
+        return (
+            terms.context_tokens
+            if self.load.context_tokens is None
+            else min(self.load.context_tokens, terms.context_tokens)
+        )
 
     async def run(self, cell: Cell, round_: int, terms: Terms) -> dict[str, Any]:
         terms = replace(terms, context_tokens=self._context(terms))

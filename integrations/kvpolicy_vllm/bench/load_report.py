@@ -111,7 +111,10 @@ class LoadReport:
                     if (above := value_of(one, figure)) and (below := value_of(other, figure))
                 ]
                 if pairs:
-                    yield f"{figure} {name} / {first}", student_ratio(*zip(*pairs, strict=True))
+                    yield (
+                        f"{figure} {name} / {first}",
+                        student_ratio([above for above, _ in pairs], [below for _, below in pairs]),
+                    )
 
     def errors(self) -> dict[str, int]:
         """Requests by what went wrong, over all arms."""

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from kvpolicy.client import counters_in
-from kvpolicy.errors import InputError
+from kvpolicy.errors import InputError, KVPolicyError
 
 TIMEOUT_S = 3600.0
 """A request that takes longer is an error."""
@@ -43,7 +43,7 @@ class Answer:
         return self.sent_s + self.e2e_s
 
 
-class StreamError(Exception):
+class StreamError(KVPolicyError):
     """The server's stream said so, or ended before it was complete."""
 
 

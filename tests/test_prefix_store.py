@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.errors import InputError
-from kvpolicy.warming import read_messages, read_prompt, warm
+from kvpolicy.prefix_store import read_messages, read_prompt, warm
 from tests.bench.live_http import Small, serving
 
 

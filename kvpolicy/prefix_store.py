@@ -1,4 +1,4 @@
-"""`kvpolicy warm`: stores a prefix on a live server before anybody asks for it."""
+"""`kvpolicy warm`: a prefix stored on a live server before anybody asks for it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
-from kvpolicy.caching.hinted import REMEMBERED, STALE
+from kvpolicy.caching.by_hints import REMEMBERED, STALE
 from kvpolicy.request_marks import ALL_TOKENS, NO_HINTS, HintLimits, Hints
 
 BLOCK = 16
