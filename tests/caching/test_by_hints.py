@@ -127,6 +127,40 @@ def test_a_window_that_was_cut_frees_its_old_end() -> None:
     assert policy.evict(8, ()) == ["d", "c"] and policy.hits("abz") == 3
 
 
+def test_whoever_is_protected_does_not_go_first_either() -> None:
+    policy, _ = hinted()
+    serve(policy, "pq", Hints(session="s"))
+    serve(policy, "pq", Hints(session="s", ended=True))
+    assert policy.evict(2, {"q"}) == ["p"] and policy.evict(2, ()) == ["q"]
+
+
+def test_a_block_that_is_lost_is_held_no_longer() -> None:
+    policy, _ = hinted()
+    serve(policy, "ab", Hints(keep_s=10.0))
+    policy.lost("b")
+    assert policy.held_blocks == 1
+    serve(policy, "abxy")
+    assert policy.evict(8, ()) == ["y", "x", "b"]
+
+
+def test_a_block_that_another_window_continues_stays_though_ones_own_next_one_is_not_there() -> None:
+    policy, _ = hinted()
+    serve(policy, "ax")
+    policy.asked("ab", 1)
+    policy.hinted("ab", Hints(session="s", ended=True))
+    serve(policy, "z")
+    assert policy.evict(1, ()) == ["x"], "the least recently used, and not a"
+
+
+def test_memory_is_bounded_however_often_a_hint_is_repeated() -> None:
+    policy, clock = hinted()
+    serve(policy, "a", Hints(keep_s=600.0))  # it ends before all that are extended, which stay below it in the heap
+    for _ in range(500):
+        clock.now_s += 1.0
+        serve(policy, "xyz", Hints(keep_s=600.0, session="s"))
+    assert policy.held_blocks == 4 and all(len(heap) <= STALE * 16 + 1 for heap in policy._holds._heaps.values())
+
+
 def test_without_a_share_nothing_is_held() -> None:
     policy, _ = hinted()
     policy = Hinted(Lru(4), Clock(), BLOCK, HintLimits.parse("none"))
