@@ -19,7 +19,7 @@ from kvpolicy.errors import EngineFailed, KVPolicyError
 from kvpolicy.fields import AMOUNT, refuse_no_path, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.order import load_order
 from kvpolicy.policy import Policy
-from kvpolicy.settings import Measurement, ServerSettings, refuse_no_flags
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, Measurement, ServerSettings, refuse_no_flags
 
 if TYPE_CHECKING:  # not to load a simulator where flags are written
     from kvpolicy.simulator.base import Simulator
@@ -97,6 +97,8 @@ class Integration(Protocol):
     def demo(self, out: Path, quick: bool, seed: int, order: str = "fcfs") -> Report: ...
 
     def characterize(self, out: Path, figures: Sequence[str], how: Measurement) -> Report: ...
+
+    def bench(self, out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> Report: ...
 
 
 def integration(name: str = DEFAULT) -> Integration:
@@ -235,3 +237,17 @@ def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measur
     refuse_single(figures=figures)
     refuse_other("how", how, Measurement, "a Measurement")
     return engine().characterize(Path(out), overflow.named(figures), how)
+
+
+def bench(out: Path | str, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> Report:
+    """Put a load on live OpenAI servers over HTTP, arm by arm in alternation, and write ``out/bench.json``.
+
+    An unfinished bench in ``out`` is resumed. Raises WrongValue for a wrong argument, InputError where ``out`` has a
+    bench with other settings or a server does not answer, EngineFailed where a server that was started ends,
+    :class:`EngineMissing` where one is to be started and there is no engine.
+    """
+    refuse_no_path("out", out)
+    refuse_other("load", load, (ChatLoad, AnalyticsLoad), "a ChatLoad or an AnalyticsLoad")
+    refuse_other("at", at, BenchTarget, "a BenchTarget")
+    found = integration() if at.is_url else engine()
+    return found.bench(Path(out), load, at)

@@ -1,4 +1,4 @@
-"""What a request says of itself, its class and its deadlines, and what of it an operator grants.
+"""What a request says of itself, its class, its deadlines and hints about its KV, and what of it an operator grants.
 
 A client sends the marks as ``kv_transfer_params["kvpolicy"]`` beside vLLM's own ``priority``. The plugin reads them in
 a server, the adapter of vLLM's scheduler in a simulation.
@@ -7,8 +7,8 @@ a server, the adapter of vLLM's scheduler in a simulation.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -24,8 +24,35 @@ CLASS_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 CLASS_WORDS = "1 to 64 letters, digits, dots, dashes or underscores"
 MAX_DEADLINE_S = 86400.0
 """The longest deadline granted, a day: one that is longer ranks a request no differently."""
-NAMES = ("class", "ttft_s", "tpot_s")
+HINT_NAMES = ("keep_s", "once", "pin", "session", "ended")
+"""What a request may say of its KV."""
+NAMES = ("class", "ttft_s", "tpot_s", *HINT_NAMES)
 """What a request may say."""
+ALL_TOKENS = 2**31 - 1
+"""As many tokens to pin as the prompt has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a request says of its KV: what of it will be asked for again. Nothing, by default."""
+
+    keep_s: float | None = None
+    """Seconds for which the whole window, prompt and output, should stay cached; for a pin, how long it lasts."""
+    once: bool = False
+    """Whether nothing of the request will be asked for again, save what is pinned."""
+    pin_tokens: int = 0
+    """Leading tokens of the prompt that other requests share and that should stay cached; :data:`ALL_TOKENS`: all."""
+    session: str | None = None
+    """Name of the conversation. Each request of a session takes the place of the one before it."""
+    ended: bool = False
+    """Whether this is the last request of its session."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is said."""
+        return self != NO_HINTS
+
+
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +66,7 @@ class Marks:
     """Seconds from its arrival to its first token; None: no deadline."""
     tpot_s: float | None = None
     """Seconds per output token after the first; None: no deadline."""
+    hints: Hints = NO_HINTS
 
 
 class InvalidMarks(KVPolicyError):
@@ -55,6 +83,11 @@ REASONS: Mapping[str, str] = {
     "class": "has a class that is no name",
     "ttft_s": "has a ttft_s that is no number above 0",
     "tpot_s": "has a tpot_s that is no number above 0",
+    "keep_s": "has a keep_s that is no number above 0",
+    "once": "has a once that is not true or false, or that contradicts keep_s without a pin",
+    "pin": "has a pin that is neither true or false nor a whole number above 0",
+    "session": f"has a session that is not {CLASS_WORDS}",
+    "ended": "has an ended that is not true or false, or that contradicts keep_s without a pin",
     "version": "has another action_version than 1",
     "error": "could not be read",
 }
@@ -74,7 +107,30 @@ def read_marks(said: Any, priority: int = 0) -> Marks:
         class_name = DEFAULT_CLASS
     if not isinstance(class_name, str) or not class_name:
         raise InvalidMarks("class")
-    return Marks(class_name, priority, _seconds(said, "ttft_s"), _seconds(said, "tpot_s"))
+    return Marks(class_name, priority, _seconds(said, "ttft_s"), _seconds(said, "tpot_s"), _hints(said))
+
+
+def _hints(said: Mapping[str, Any]) -> Hints:
+    keep_s, once, ended = _seconds(said, "keep_s"), _truth(said, "once"), _truth(said, "ended")
+    pin, session = said.get("pin"), said.get("session")
+    if pin is None or isinstance(pin, bool):
+        pin = ALL_TOKENS if pin else 0
+    elif not isinstance(pin, int) or pin < 1:
+        raise InvalidMarks("pin")
+    if session is not None and not (isinstance(session, str) and CLASS_NAME.fullmatch(session)):
+        raise InvalidMarks("session")
+    if keep_s is not None and not pin and (once or ended):
+        raise InvalidMarks("once" if once else "ended")
+    return Hints(keep_s, once, min(pin, ALL_TOKENS), session, ended)
+
+
+def _truth(said: Mapping[str, Any], name: str) -> bool:
+    value = said.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise InvalidMarks(name)
+    return value
 
 
 def _seconds(said: Mapping[str, Any], name: str) -> float | None:
@@ -159,7 +215,8 @@ class Classes:
 
         A class that is not listed becomes the default one. A deadline is never shorter than the class's, which a
         request has too that asks for none; a class without one has none. A priority is never lower than the class's,
-        which a request has too that gives vLLM's default, 0. Where no class bounds it, it stays as it is.
+        which a request has too that gives vLLM's default, 0. Where no class bounds it, it stays as it is. Hints are
+        not granted here but by :func:`granting`.
         """
         vain: list[str] = []
         class_name, limits = said.class_name, self._of(said.class_name)
@@ -185,6 +242,86 @@ class Classes:
         if least is None:
             return max(said, 0) if self.bounds_priority else said
         return max(said, least) if said else least
+
+
+@dataclass(frozen=True, slots=True)
+class HintLimits:
+    """How much of the cached KV hints may hold back from eviction, and for how long."""
+
+    keep_s: float = 600.0
+    """The longest time, in seconds; 0: no hint holds anything back."""
+    share: float = 0.5
+    """Share of a tier's blocks, of all classes together."""
+    class_share: float = 0.25
+    """Share of a tier's blocks, of each class."""
+
+    @classmethod
+    def parse(cls, text: str) -> HintLimits:
+        """From the form :data:`HINT_FORM`. Raises WrongValue naming what is wrong."""
+        if text.strip() == "none":
+            return cls(0.0, 0.0, 0.0)
+        values: dict[str, float] = {}
+        for part in text.split(","):
+            option, _, value = part.strip().partition("=")
+            field = HINT_OPTIONS.get(option)
+            if field is None or field in values:
+                raise _wrong_hints(text, f"has {part!r}; the options are {', '.join(HINT_OPTIONS)}, each at most once")
+            try:
+                values[field] = float(value)
+            except ValueError:
+                raise _wrong_hints(text, f"has {part!r}, should be a number") from None
+        limits = cls(**values)
+        if not 0 < limits.keep_s <= MAX_DEADLINE_S:
+            raise _wrong_hints(text, f"has keep={limits.keep_s:g}, should be above 0, up to {MAX_DEADLINE_S:g} seconds")
+        for option, share in (("share", limits.share), ("class", limits.class_share)):
+            if not 0 < share <= MAX_SHARE:
+                raise _wrong_hints(text, f"has {option}={share:g}, should be a share above 0, up to {MAX_SHARE:g}")
+        return cls(limits.keep_s, limits.share, min(limits.share, limits.class_share))
+
+    @property
+    def text(self) -> str:
+        """A text that :meth:`parse` accepts for these limits."""
+        if not self.keep_s:
+            return "none"
+        return ",".join(f"{option}={getattr(self, field)!r}" for option, field in HINT_OPTIONS.items())
+
+    def grant(self, said: Hints) -> tuple[Hints, tuple[str, ...]]:
+        """The hints with no longer time than is allowed, and the names of those that were said in vain.
+
+        A pin that names no time lasts as long as is allowed.
+        """
+        if self.keep_s:
+            if said.keep_s is not None and said.keep_s > self.keep_s:
+                return replace(said, keep_s=self.keep_s), ("keep_s",)
+            return said, ()
+        vain = [name for name, holds in (("keep_s", said.keep_s is not None), ("pin", said.pin_tokens > 0)) if holds]
+        return (replace(said, keep_s=None, pin_tokens=0) if vain else said), tuple(vain)
+
+
+MAX_SHARE = 0.9
+"""The largest share that hints may hold back: something has to be left to evict."""
+HINT_OPTIONS: Mapping[str, str] = {"keep": "keep_s", "share": "share", "class": "class_share"}
+"""Options of the limits, by the field that each sets."""
+HINT_FORM = "keep=SECONDS,share=SHARE,class=SHARE"
+HINT_HELP = (
+    f"How much of the cached KV the hints of requests may hold back from eviction: {HINT_FORM}, for so long at most, "
+    "a share of all cached blocks, and of one class. none: nothing. Default: keep=600,share=0.5,class=0.25."
+)
+
+
+def granting(classes: Classes, limits: HintLimits) -> Callable[[Marks], tuple[Marks, tuple[str, ...]]]:
+    """What grants classes, deadlines and priorities by ``classes``, and hints by ``limits``."""
+
+    def grant(said: Marks) -> tuple[Marks, tuple[str, ...]]:
+        granted, vain = classes.grant(said)
+        hints, in_vain = limits.grant(said.hints)
+        return replace(granted, hints=hints), (*vain, *in_vain)
+
+    return grant
+
+
+def _wrong_hints(text: str, problem: str) -> WrongValue:
+    return WrongValue("hints", f"is {text!r}, which {problem}; the form is {HINT_FORM}, or none")
 
 
 def _granted_s(asked_s: float | None, least_s: float | None) -> float | None:

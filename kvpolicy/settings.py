@@ -1,5 +1,6 @@
 """Settings of engines: those of a server, which are the flags of `kvpolicy serve` and the keys that its plugin reads,
-and those of a measurement, which are flags of `kvpolicy profile` and `kvpolicy characterize`."""
+those of a measurement, which are flags of `kvpolicy profile` and `kvpolicy characterize`, and the loads that
+`kvpolicy bench` puts on a server."""
 
 from __future__ import annotations
 
@@ -9,13 +10,23 @@ from pathlib import Path
 
 from kvpolicy.caching import spec as caching
 from kvpolicy.extensions import FORM, PREFIX, names_module
-from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, refuse_other, refuse_single, validate
+from kvpolicy.fields import (
+    AMOUNT,
+    COUNT,
+    POSITIVE,
+    Rule,
+    WrongValue,
+    option,
+    refuse_other,
+    refuse_single,
+    validate,
+)
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.order import HELP as ORDERS
 from kvpolicy.order import spec as orders
 from kvpolicy.policy import HELP, Policy
 from kvpolicy.request_marks import HELP as CLASSES
-from kvpolicy.request_marks import Classes
+from kvpolicy.request_marks import HINT_HELP, Classes, HintLimits
 
 LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]. Default: the native link."
 SEED = "Seed of all random draws."
@@ -60,6 +71,7 @@ class ServerSettings:
     cache_files_gib: float = option(
         "Total size of these files over the ranks of one engine core, GiB.", DEFAULT_CACHE_FILES_GIB, POSITIVE
     )
+    hints: HintLimits | None = option(HINT_HELP, None)
 
     def __post_init__(self) -> None:
         _refuse_object(self.policy)
@@ -117,6 +129,97 @@ class Measurement:
         validate(self)
         refuse_no_flags(self.vllm_flags)
         object.__setattr__(self, "vllm_flags", tuple(self.vllm_flags))
+
+
+COUNTS = Rule("at least one, each 1 or more", lambda values: bool(values) and min(values) >= 1)
+SHARES = Rule(
+    "at least one share, each from 0 to 1", lambda values: bool(values) and all(0 <= one <= 1 for one in values)
+)
+TURNS = Rule("a number, 1 or more", lambda value: 1 <= value < float("inf"))
+ROUNDS = "Rounds. In each, every arm serves every setting once, in an order drawn anew."
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLoad:
+    """Conversations whose whole window is sent back every turn."""
+
+    workload: str | None = option(
+        "Conversations, as `kvpolicy simulate --workload` names them: a file in ShareGPT's format "
+        "(sharegpt:FILE?think=5), agentic sessions, ... Only lengths and pauses are taken. Default: drawn with the "
+        "lengths of ShareGPT.",
+        None,
+    )
+    chatters: tuple[int, ...] = option(
+        "Number of people who chat at the same time. May be given several times.", (8,), COUNTS
+    )
+    prefixed: tuple[float, ...] = option(
+        "Share of the conversations that begin with one shared prefix. May be given several times.",
+        (0.0, 0.25, 0.5, 0.75),
+        SHARES,
+    )
+    prefix_tokens: int = option("Tokens of the shared prefix.", 256, COUNT)
+    conversations: int = option("Number of conversations of a run.", 40, COUNT)
+    turns: float = option("Mean number of turns of a drawn conversation.", 5.0, TURNS)
+    think_s: float = option("Mean seconds before a message, exponentially distributed.", 5.0, AMOUNT)
+    context_tokens: int | None = option(
+        "Tokens that a window and its answer may have. Default: the server's.", None, COUNT
+    )
+    keep_s: float = option("Seconds for which the arm with hints asks to keep a window.", 60.0, POSITIVE)
+    rounds: int = option(ROUNDS, 3, COUNT)
+    load_seed: int = option(SEED, 0, AMOUNT, flag="--seed")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticsLoad:
+    """Short texts behind one long prefix, with outputs of two tokens."""
+
+    prefix_tokens: tuple[int, ...] = option(
+        "Tokens of the prefix. May be given several times.", (256, 1024), COUNTS, flag="--prefix-tokens"
+    )
+    texts: int = option("Number of texts of a run.", 200, COUNT)
+    output_tokens: int = option("Tokens of an answer.", 2, COUNT)
+    concurrency: int = option("Requests that are sent at the same time.", 8, COUNT)
+    rounds: int = option(ROUNDS, 8, COUNT)
+    load_seed: int = option(SEED, 0, AMOUNT, flag="--seed")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTarget:
+    """The servers that a bench compares."""
+
+    target: str
+    """URL of a server that runs, or a model that servers are started for: a folder, or an id at a hub."""
+    arms: Sequence[str] = ()
+    """See :data:`ARMS`. None: those that there are for the target."""
+    settings: ServerSettings = ServerSettings("always-swap")
+    """Of the servers with the plugin that are started."""
+    vllm_flags: Sequence[str] = ()
+    """vLLM's flags of all servers that are started."""
+
+    def __post_init__(self) -> None:
+        refuse_other("target", self.target, str, "a URL or a model, as a text")
+        refuse_single(arms=self.arms)
+        refuse_no_flags(self.vllm_flags)
+        object.__setattr__(self, "arms", tuple(self.arms))
+        object.__setattr__(self, "vllm_flags", tuple(self.vllm_flags))
+
+    @property
+    def is_url(self) -> bool:
+        return self.target.startswith(("http://", "https://"))
+
+
+ARMS = (
+    "An arm to compare, NAME or NAME=JSON; may be given several times, and the first is what others are compared with. "
+    "For a model: vllm (without the plugin), kvpolicy (with these flags), hints (the same, and requests carry hints); "
+    'JSON has the plugin\'s settings that differ, as in \'urgent={"order": "urgent"}\', and "hints": true. '
+    'For a URL: JSON has "url" of another server, and "hints". Default: vllm and kvpolicy, or the URL alone.'
+)
 
 
 def refuse_no_flags(vllm_flags: Sequence[str]) -> None:

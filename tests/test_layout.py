@@ -22,6 +22,7 @@ CROSS_CUTTING = {"vllm", "golden"}
 """Folders of tests that mirror no package."""
 
 ELSEWHERE = {
+    "kvpolicy.cli.bench": ["bench/test_run_bench.py"],
     "kvpolicy.cli.flags": ["test_cli.py"],
     "kvpolicy.cli.measure": ["test_cli.py"],
     "kvpolicy.cli.study": ["study/test_commands.py"],
@@ -36,6 +37,9 @@ ELSEWHERE = {
     "kvpolicy.training.reports": ["training/test_log_fits.py"],
     "kvpolicy.simulator.builtin.simulator": ["simulator/builtin/test_engine.py"],
     "kvpolicy.simulator.builtin.live_request": ["simulator/builtin/test_blocks.py"],
+    "kvpolicy_vllm.bench.analytics_load": ["bench/test_run_bench.py"],
+    "kvpolicy_vllm.bench.load_kinds": ["bench/test_run_bench.py"],
+    "kvpolicy_vllm.bench.load_report": ["bench/test_run_bench.py"],
     "kvpolicy_vllm.bench.engine_run": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.inspect_model": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.measured_window": ["vllm/test_run_profile.py"],

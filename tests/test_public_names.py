@@ -36,6 +36,7 @@ VERBS = (
 NAMES = (*NOUNS, *OF_ONES_OWN, *ARGUMENTS, *RESULTS, *VERBS)
 UNNAMED = {
     "Report": "what an engine's integration returns", "Checked": "the same", "StudyReport": "read as text",
+    "BenchReport": "the same",
     "Imported": "read as text",
 }  # fmt: skip
 """Types in the signatures of verbs that nobody has to make or to name, and why."""

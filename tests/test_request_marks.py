@@ -9,13 +9,17 @@ import pytest
 
 from kvpolicy.fields import WrongValue
 from kvpolicy.request_marks import (
+    ALL_TOKENS,
     MAX_DEADLINE_S,
     REASONS,
     Classes,
     ClassLimits,
+    HintLimits,
+    Hints,
     InvalidMarks,
     Marks,
     as_said,
+    granting,
     read_marks,
 )
 
@@ -33,6 +37,13 @@ for _ in range(5000):
         ({"class": "chat"}, Marks("chat")),
         ({"class": "chat", "ttft_s": 1, "tpot_s": 0.05}, Marks("chat", 0, 1.0, 0.05)),
         ({"class": None, "ttft_s": None, "tpot_s": None}, Marks()),
+        ({"keep_s": 60}, Marks(hints=Hints(60.0))),
+        ({"once": True, "pin": 512}, Marks(hints=Hints(once=True, pin_tokens=512))),
+        ({"pin": True, "keep_s": 5, "once": True}, Marks(hints=Hints(5.0, True, ALL_TOKENS))),
+        ({"pin": 10**30}, Marks(hints=Hints(pin_tokens=ALL_TOKENS))),
+        ({"session": "user-7.a", "ended": True}, Marks(hints=Hints(session="user-7.a", ended=True))),
+        ({"keep_s": None, "once": None, "pin": None, "session": None, "ended": None}, Marks()),
+        ({"once": False, "pin": False, "ended": False}, Marks()),
     ],
 )
 def test_what_is_said_is_read(said: Any, marks: Marks) -> None:
@@ -49,6 +60,21 @@ def test_what_is_said_is_read(said: Any, marks: Marks) -> None:
         ({"klass": "chat"}, "key"),
         ({"class": "chat", "priority": -1}, "key"),
         ({"class": "chat", "ttft_s": 1.0, "tpot_s": 1.0, "more": 1}, "key"),
+        ({"keep_s": 0}, "keep_s"),
+        ({"keep_s": "60"}, "keep_s"),
+        ({"keep_s": float("inf")}, "keep_s"),
+        ({"once": 1}, "once"),
+        ({"once": True, "keep_s": 5}, "once"),
+        ({"pin": 0}, "pin"),
+        ({"pin": -1}, "pin"),
+        ({"pin": 1.5}, "pin"),
+        ({"pin": "all"}, "pin"),
+        ({"session": ""}, "session"),
+        ({"session": "a b"}, "session"),
+        ({"session": "x" * 65}, "session"),
+        ({"session": 7}, "session"),
+        ({"ended": "yes"}, "ended"),
+        ({"ended": True, "keep_s": 5}, "ended"),
         ({7: "chat"}, "key"),
         (dict.fromkeys(range(100_000)), "key"),
         ({"class": 7}, "class"),
@@ -157,4 +183,45 @@ def test_a_list_is_read() -> None:
 def test_a_list_that_is_wrong_is_named(text: str, named: str) -> None:
     with pytest.raises(WrongValue, match="the form is NAME:ttft=SECONDS") as told:
         Classes.parse(text)
+    assert named in str(told.value)
+
+
+def test_hints_are_cut_to_what_the_operator_allows() -> None:
+    grant = granting(Classes.parse("chat:priority=0"), HintLimits(60.0))
+    said = Marks("chat", -1, hints=Hints(3600.0, pin_tokens=7, session="s"))
+    assert grant(said) == (Marks("chat", 0, hints=Hints(60.0, pin_tokens=7, session="s")), ("priority", "keep_s"))
+    assert grant(Marks(hints=Hints(60.0))) == (Marks(hints=Hints(60.0)), ())
+    assert Classes().grant(said)[0].hints == Hints(), "by itself a list of classes grants no hints"
+
+
+def test_an_operator_may_refuse_all_that_holds_memory() -> None:
+    none = HintLimits.parse("none")
+    assert none.grant(Hints(5.0, True, 7, "s")) == (Hints(once=True, session="s"), ("keep_s", "pin"))
+    assert none.grant(Hints(once=True, ended=True)) == (Hints(once=True, ended=True), ())
+    assert none.text == "none"
+
+
+def test_limits_of_hints_are_read() -> None:
+    limits = HintLimits.parse("keep=60, share=0.4,class=0.1")
+    assert limits == HintLimits(60.0, 0.4, 0.1) == HintLimits.parse(limits.text)
+    assert HintLimits.parse("share=0.1") == HintLimits(600.0, 0.1, 0.1), "a class has no more than all have"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "has ''"),
+        ("keep", "has 'keep', should be a number"),
+        ("keep=0", "has keep=0, should be above 0, up to 86400 seconds"),
+        ("keep=nan", "should be above 0, up to 86400 seconds"),
+        ("share=1", "has share=1, should be a share above 0, up to 0.9"),
+        ("class=0", "has class=0, should be a share"),
+        ("share=nan", "should be a share"),
+        ("pin=1", "has 'pin=1'; the options are keep, share, class"),
+        ("keep=1,keep=2", "each at most once"),
+    ],
+)
+def test_limits_of_hints_that_are_wrong_are_named(text: str, named: str) -> None:
+    with pytest.raises(WrongValue, match="the form is keep=SECONDS") as told:
+        HintLimits.parse(text)
     assert named in str(told.value)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpolicy.errors import InputError
 from kvpolicy_vllm import launch
 
 if TYPE_CHECKING:
     from kvpolicy.integrations import Checked, Launcher, Report
-    from kvpolicy.settings import Measurement, ServerSettings
+    from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, Measurement, ServerSettings
     from kvpolicy.simulator.base import Simulator
 
 
@@ -45,3 +46,12 @@ class VllmIntegration:
         from kvpolicy_vllm.bench.run_characterize import characterize
 
         return characterize(out, figures, how)
+
+    def bench(self, out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> Report:
+        try:
+            from kvpolicy_vllm.bench.run_bench import bench
+        except ModuleNotFoundError as error:
+            if error.name != "aiohttp":
+                raise
+            raise InputError("a bench over HTTP needs aiohttp: pip install 'kvpolicy[load]'") from error
+        return bench(out, load, at)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from kvpolicy.caching.adaptive import Arc, S3Fifo
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.caching.by_cost import ByCost
+from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.by_use import Lfu, Lru
 from kvpolicy.caching.foreseen import Foreseen
 from kvpolicy.caching.guarded import Guarded
@@ -20,6 +21,7 @@ __all__ = [
     "CachingPolicy",
     "Foreseen",
     "Guarded",
+    "Hinted",
     "Lfu",
     "Lru",
     "Node",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import kvpolicy
-from kvpolicy.cli import measure, study
+from kvpolicy.cli import bench, measure, study
 from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import EngineFailed, KVPolicyError
 
@@ -31,6 +31,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
 measure.add_to(app)
 study.add_to(app)
+bench.add_to(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -90,6 +90,26 @@ def write_figures(drawings: Sequence[Drawing], folder: Path) -> tuple[Path, ...]
 
 def render(groups: Sequence[Group], drawings: Sequence[Drawing], seed: int) -> str:
     """The whole page."""
+    inlined = {
+        (drawing.group, drawing.name): inline(drawing.figure, f"{drawing.group}-{drawing.name}", drawing.name)
+        for drawing in drawings
+    }
+    return (
+        templates()
+        .get_template("page.html.j2")
+        .render(
+            groups=[_section(group, number, inlined) for number, group in enumerate(groups)],
+            figures=[{"name": name, "title": TITLES[name], "paper": PAPER[name]} for name in FIGURES],
+            version=__version__,
+            seed=seed,
+            simulated=any(group.material.header.link["kind"] == "simulated" for group in groups),
+            on_cpu=any(group.material.header.hardware["device"] == "cpu" for group in groups),
+        )
+    )
+
+
+def templates() -> Environment:
+    """The templates of this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -98,27 +118,22 @@ def render(groups: Sequence[Group], drawings: Sequence[Drawing], seed: int) -> s
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
-    inlined = {(drawing.group, drawing.name): _inlined(drawing) for drawing in drawings}
-    return environment.get_template("page.html.j2").render(
-        groups=[_section(group, number, inlined) for number, group in enumerate(groups)],
-        figures=[{"name": name, "title": TITLES[name], "paper": PAPER[name]} for name in FIGURES],
-        version=__version__,
-        seed=seed,
-        simulated=any(group.material.header.link["kind"] == "simulated" for group in groups),
-        on_cpu=any(group.material.header.hardware["device"] == "cpu" for group in groups),
-    )
+    return environment
 
 
-def _inlined(drawing: Drawing) -> Markup:
-    """The figure as SVG inside a page: without prologue, in the page's colours, with unique ids."""
-    text = svg(drawing.figure, f"{drawing.group}-{drawing.name}", transparent=True)
+def inline(figure: Figure, name: str, label: str) -> Markup:
+    """The figure as SVG inside a page: without prologue, in the page's colours, its ids made distinct by ``name``.
+
+    ``label``: what it is called where it is read aloud.
+    """
+    text = svg(figure, name, transparent=True)
     text = text[text.index("<svg") :]
     for colour, ink in INKS.items():
         text = text.replace(colour, ink)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{drawing.name}"', 1))
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1))
 
 
 def _section(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> dict[str, Any]:

@@ -59,14 +59,33 @@ class StudyReport:
         return "\n".join(lines)
 
 
+RESULTS = "bench.json"
+"""In a folder of `kvpolicy bench`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """The files that were written for a bench."""
+
+    out: Path
+    figures: tuple[Path, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"page": str(self.out), "figures": [str(path) for path in self.figures]}
+
+    def text(self) -> str:
+        return f"written: {self.out}" + (f" and {len(self.figures)} figure files" if self.figures else "")
+
+
 def report(
     traces: Sequence[Path | str],
     out: Path | str = Path("report.html"),
     figures: Path | str | None = None,
     cost_model: str | Path | None = None,
     seed: int = 0,
-) -> StudyReport:
-    """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else.
+) -> StudyReport | BenchReport:
+    """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else. A single
+    folder of `kvpolicy bench` gets a page of its own.
 
     ``figures``: a folder to write each figure into as SVG and PNG. ``cost_model``: folder or name of the model whose
     boundary, calibration and regret are shown; None trains one on two thirds of the states.
@@ -76,15 +95,15 @@ def report(
     """
     refuse_no_paths("traces", traces)
     refuse_no_path("out", out)
+    benches = [folder for folder in map(Path, traces) if (folder / RESULTS).exists()]
+    if benches:
+        return _bench_report(traces, benches, Path(out), figures)
     if cost_model is not None:
         refuse_other("cost_model", cost_model, (str, Path), "a folder or a name")
         cost_model = str(cost_model)
     page = _page()
     out = Path(out)
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise WrongValue("out", f"is {out}, should end in .html")
-    if not out.parent.is_dir():
-        raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
+    _refuse_no_page(out)
     refuse_non_integer("seed", seed, AMOUNT)
     groups = tuple(_group(name, folders, cost_model, seed) for name, folders in _grouped(traces).items())
     if figures is not None:
@@ -95,9 +114,28 @@ def report(
     return StudyReport(groups, out, written)
 
 
-def _page() -> Any:
+def _refuse_no_page(out: Path) -> None:
+    """Raise WrongValue for a file that is no page, or cannot be written."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise WrongValue("out", f"is {out}, should end in .html")
+    if not out.parent.is_dir():
+        raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
+
+
+def _bench_report(
+    folders: Sequence[Path | str], benches: Sequence[Path], out: Path, figures: Path | str | None
+) -> BenchReport:
+    if len(folders) > 1:
+        raise InputError(f"{benches[0]} has a bench: a page shows one bench, and no trace beside it")
+    page = _page("bench_page")
+    _refuse_no_page(out)
+    written = page.write_page(benches[0] / RESULTS, out, None if figures is None else Path(figures))
+    return BenchReport(out, written)
+
+
+def _page(name: str = "page") -> Any:
     try:
-        return import_module("kvpolicy.reporting.page")
+        return import_module(f"kvpolicy.reporting.{name}")
     except ImportError as error:
         raise InputError(f"a report needs matplotlib and Jinja ({error}): pip install 'kvpolicy[plots]'") from error
 

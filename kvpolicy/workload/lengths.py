@@ -84,6 +84,20 @@ DEEPSEEK_R1 = Lengths(
 )
 """Reasoning: short questions, long answers. Requests grow in memory while they run, which causes preemptions."""
 
+TWEET_SENTIMENT = Lengths(
+    "tweet-sentiment",
+    prompt_tokens=(
+        *(5, 11, 13, 16, 19, 20, 21, 23, 24, 25, 25, 27),
+        *(27, 28, 29, 29, 31, 32, 33, 35, 36, 39, 41),
+    ),
+    output_tokens=(2,) * len(LEVELS),
+    source=(
+        "quantiles of the words of 2,000 texts (validation rows of datasets/sentiment of cardiffnlp/tweeteval), "
+        "4/3 tokens a word; outputs of two tokens, a label"
+    ),
+)
+"""Short messages to be classified. The texts themselves are not included."""
+
 
 def length_at(quantiles: Sequence[float], level: float) -> float:
     """The length at ``level``, 0 to 1, linear between ``quantiles``, which are those at :data:`LEVELS`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.request_marks import KEY, REASONS, Classes, Marks, as_said
+from kvpolicy.request_marks import KEY, REASONS, Classes, HintLimits, Hints, Marks, as_said, granting
 from kvpolicy_vllm.plugin.marks import MarkReader
 from kvpolicy_vllm.plugin.observers import Tally
 
@@ -105,6 +105,20 @@ def test_a_hint_of_the_servers_own_process_goes_before_the_clients_marks() -> No
     assert marks.of(request({"class": "default"}, kv_hints=hints({"class": "chat"}))).class_name == "chat"
     assert marks.of(request({"class": "chat"}, "s", kv_hints=hints({}, "prefetch"))).class_name == "chat"
     assert marks.of(request({"class": "chat"}, "t", kv_hints=None)).class_name == "chat"
+
+
+def test_hints_about_kv_come_with_either_and_are_cut_to_what_is_granted() -> None:
+    tally = Tally()
+    marks = MarkReader(granting(CLASSES, HintLimits(60.0)), tally)
+    sent = {"keep_s": 90.0, "session": "s"}
+    assert (
+        marks.of(request(sent)).hints
+        == marks.of(request(None, "s", kv_hints=hints(sent))).hints
+        == Hints(60.0, session="s")
+    )
+    assert tally.totals == {"clamped_marks|mark=keep_s": 2}
+    assert marks.of(request({"pin": "all"}, "t")).hints == Hints()
+    assert tally.totals["invalid_marks|reason=pin"] == 1
 
 
 def test_a_simulation_grants_everything() -> None:

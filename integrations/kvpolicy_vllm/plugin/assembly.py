@@ -22,7 +22,7 @@ from kvpolicy.order import Order, Priority
 from kvpolicy.order import spec as orders
 from kvpolicy.order.by_class import ranked_classes
 from kvpolicy.policy import Decider, Policy
-from kvpolicy.request_marks import DEFAULT_CLASS, Classes
+from kvpolicy.request_marks import DEFAULT_CLASS, Classes, HintLimits, granting
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, why_not_priced
 from kvpolicy_vllm.plugin.host_copies import CopyBook
@@ -82,7 +82,7 @@ def controller_for(
     order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
     warn_of_unclaimable(order, classes)
     controller.serve_by(order)
-    controller.grant_marks(classes.grant)
+    controller.grant_marks(granting(classes, settings.hints or HintLimits()))
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         serves = Priority() if vllm_config.scheduler_config.policy == "priority" else order

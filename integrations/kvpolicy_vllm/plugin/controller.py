@@ -113,7 +113,7 @@ class Controller:
         return self.prompts
 
     def grant_marks(self, grant: Grant) -> None:
-        """Let requests be of the classes, and have the deadlines and priorities, that ``grant`` gives them."""
+        """Let requests be of the classes, and have the deadlines, priorities and hints, that ``grant`` gives them."""
         self.marks.grant_by(grant)
 
     def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:

@@ -77,8 +77,8 @@ class MarkReader:
         if reason not in self._logged:
             self._logged.add(reason)
             logger.warning(
-                "kvpolicy: kv_transfer_params[%r] of a request %s; it is of the default class, without deadlines of "
-                "its own (counted as invalid_marks, reported once)", KEY, REASONS[reason],
+                "kvpolicy: kv_transfer_params[%r] of a request %s; it is of the default class, without deadlines and "
+                "hints of its own (counted as invalid_marks, reported once)", KEY, REASONS[reason],
             )  # fmt: skip
         return Marks(priority=request.priority)
 

@@ -1,0 +1,226 @@
+"""The load of a chat: conversations dealt to a number of chatters, each of whom sends its whole window every turn.
+
+A chatter thinks, writes a message, waits for the answer, and writes again; after the last turn it takes the next
+conversation. Called by :mod:`kvpolicy_vllm.bench.run_bench`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from kvpolicy.errors import InputError
+from kvpolicy.request_marks import KEY
+from kvpolicy.settings import ChatLoad
+from kvpolicy.workload import Request
+from kvpolicy.workload.arrivals import Think, stream
+from kvpolicy.workload.lengths import LEVELS, SHAREGPT, length_at
+from kvpolicy_vllm.bench.openai_api import Answer
+
+MIN_MESSAGE_TOKENS = 8
+"""Of a drawn message."""
+SAMPLE_S = 1.0
+"""Seconds between two readings of the server's counters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message and its answer."""
+
+    message_tokens: int
+    answer_tokens: int
+    think_s: float
+    """Before the message is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation."""
+
+    name: str
+    turns: tuple[Turn, ...]
+    is_prefixed: bool = False
+    """Whether it begins with the shared prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A turn that was sent."""
+
+    conversation: str
+    turn: int
+    window_tokens: int
+    answer: Answer
+
+
+class Server(Protocol):
+    """What a load asks of a server: see :class:`kvpolicy_vllm.bench.openai_api.Api`."""
+
+    async def complete(
+        self, prompt: Sequence[int], output_tokens: int, salt: str = "", said: dict[str, Any] | None = None
+    ) -> Answer: ...
+
+    async def counters(self) -> dict[str, float]: ...
+
+
+def drawn(load: ChatLoad, context_tokens: int, rng: random.Random) -> list[Conversation]:
+    """Conversations whose last window and whose answers have the lengths of ShareGPT's rows, and whose messages fill
+    what remains. A window that does not fit into the context is drawn anew."""
+    think = Think(load.think_s)
+    levels = [
+        level for level in LEVELS if length_at(SHAREGPT.prompt_tokens, level) < context_tokens - MIN_MESSAGE_TOKENS
+    ]
+    highest = max(levels, default=0.0)
+    if not highest:
+        raise InputError(f"a context of {context_tokens} tokens is too short for a chat")
+    conversations = []
+    for number in range(load.conversations):
+        window = length_at(SHAREGPT.prompt_tokens, rng.uniform(0.0, highest))
+        answers: list[int] = []
+        for _ in range(_geometric(load.turns, rng)):
+            answers.append(max(1, round(length_at(SHAREGPT.output_tokens, rng.random()))))
+            if sum(answers[:-1]) + MIN_MESSAGE_TOKENS * len(answers) > window:
+                break
+        message = max(MIN_MESSAGE_TOKENS, round((window - sum(answers[:-1])) / len(answers)))
+        turns = tuple(Turn(message, answer, think.draw(rng)) for answer in answers)
+        conversations.append(Conversation(f"conversation-{number}", turns))
+    return conversations
+
+
+def _geometric(mean: float, rng: random.Random) -> int:
+    count = 1
+    while rng.random() * mean >= 1.0:
+        count += 1
+    return count
+
+
+def of_requests(requests: Iterable[Request], most: int, think_s: float, rng: random.Random) -> list[Conversation]:
+    """The first ``most`` sessions of a workload, each a conversation; a request without a session is one by itself."""
+    sessions: dict[str, list[Request]] = {}
+    for number, request in enumerate(requests):
+        name = request.session or f"request-{number}"
+        if name not in sessions and len(sessions) == most:
+            continue
+        sessions.setdefault(name, []).append(request)
+    think = Think(think_s)
+    return [Conversation(name, tuple(_turns(members, think, rng))) for name, members in sessions.items()]
+
+
+def _turns(requests: Sequence[Request], think: Think, rng: random.Random) -> Iterable[Turn]:
+    window = 0
+    for request in requests:
+        message = max(1, request.prompt_tokens - window)
+        yield Turn(message, request.output_tokens, think.draw(rng) if request.think_s is None else request.think_s)
+        window += message + request.output_tokens
+
+
+def fitted(conversations: Iterable[Conversation], context_tokens: int) -> list[Conversation]:
+    """The conversations up to the turn whose window and answer exceed the context; those without a turn are left out.
+    A first turn that exceeds it is cut."""
+    fitting = []
+    for conversation in conversations:
+        turns: list[Turn] = []
+        window = 0
+        for turn in conversation.turns:
+            room = context_tokens - window
+            if turn.message_tokens + turn.answer_tokens > room:
+                if turns or room < 2:
+                    break
+                answer = min(turn.answer_tokens, room // 2)
+                turn = replace(turn, message_tokens=min(turn.message_tokens, room - answer), answer_tokens=answer)
+            turns.append(turn)
+            window += turn.message_tokens + turn.answer_tokens
+        if turns:
+            fitting.append(replace(conversation, turns=tuple(turns)))
+    return fitting
+
+
+def prefixed(conversations: Sequence[Conversation], share: float, rng: random.Random) -> list[Conversation]:
+    """The conversations, that share of which begins with the shared prefix: as many as that, drawn at random."""
+    chosen = set(rng.sample(range(len(conversations)), round(share * len(conversations))))
+    return [replace(one, is_prefixed=number in chosen) for number, one in enumerate(conversations)]
+
+
+@dataclass(slots=True)
+class ChatRun:
+    """What one run of a chat gave."""
+
+    begin_s: float
+    messages: list[Message] = field(default_factory=list)
+    samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    """The server's counters, by seconds since the begin."""
+    first_idle_s: float | None = None
+    """When the first chatter found no conversation left, since the begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A chat with one server. ``vocabulary``: token ids to draw texts from, by ``seed``. ``salt``: of its cached
+    prefixes."""
+
+    server: Server
+    load: ChatLoad
+    vocabulary: Sequence[int]
+    prefix: Sequence[int]
+    salt: str
+    seed: int
+    hints: bool
+    clock: Callable[[], float]
+    progress: Callable[[], None] = lambda: None
+
+    async def run(self, conversations: Sequence[Conversation], chatters: int) -> ChatRun:
+        """Deal the conversations to so many chatters, in their order."""
+        run = ChatRun(self.clock())
+        waiting = deque(conversations)
+        sampling = asyncio.create_task(self._sample(run))
+        try:
+            await asyncio.gather(*(self._chatter(waiting, run) for _ in range(chatters)))
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+        run.samples.append((self.clock() - run.begin_s, await self.server.counters()))
+        return run
+
+    async def _sample(self, run: ChatRun) -> None:
+        while True:
+            run.samples.append((self.clock() - run.begin_s, await self.server.counters()))
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _chatter(self, waiting: deque[Conversation], run: ChatRun) -> None:
+        while waiting:
+            await self._converse(waiting.popleft(), run)
+        if run.first_idle_s is None:
+            run.first_idle_s = self.clock() - run.begin_s
+
+    async def _converse(self, conversation: Conversation, run: ChatRun) -> None:
+        """One conversation to its end, or to its first error."""
+        window = list(self.prefix) if conversation.is_prefixed else []
+        for number, (turn, text) in enumerate(zip(conversation.turns, self.texts(conversation), strict=True)):
+            await asyncio.sleep(turn.think_s)
+            window += text
+            said = self._said(conversation, number) if self.hints else None
+            answer = await self.server.complete(window, turn.answer_tokens, self.salt, said)
+            run.messages.append(Message(conversation.name, number, len(window), answer))
+            self.progress()
+            if answer.error:
+                return
+            window += answer.token_ids
+
+    def texts(self, conversation: Conversation) -> list[list[int]]:
+        """The messages of a conversation, as token ids."""
+        rng = stream(self.seed, f"text of {conversation.name}")
+        return [rng.choices(self.vocabulary, k=turn.message_tokens) for turn in conversation.turns]
+
+    def _said(self, conversation: Conversation, turn: int) -> dict[str, Any]:
+        marks: dict[str, Any] = {"session": conversation.name}
+        if turn == len(conversation.turns) - 1:
+            marks["ended"] = True
+        else:
+            marks["keep_s"] = self.load.keep_s
+        if conversation.is_prefixed and self.prefix:
+            marks["pin"] = len(self.prefix)
+        return {KEY: marks}

@@ -1,0 +1,107 @@
+"""The arms of a bench over HTTP, and the servers behind them. Loads no engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue, changed_values, read
+from kvpolicy.settings import BenchTarget, ServerSettings
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.live_server import LiveServer, refuse_own_flags
+
+STOCK, PLUGIN, HINTS = "vllm", "kvpolicy", "hints"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveArm:
+    """One way to be served."""
+
+    name: str
+    url: str = ""
+    """Of a server that runs; empty for one to be started."""
+    command: tuple[str, ...] = ()
+    """That starts the server, without host and port. Arms with equal ones share it."""
+    hints: bool = False
+    """Whether requests carry hints."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "url": self.url, "command": list(self.command), "hints": self.hints}
+
+
+def arms_of(at: BenchTarget) -> tuple[LiveArm, ...]:
+    """The arms that a bench compares, the first one what others are compared with.
+
+    Raises WrongValue for an arm that cannot be read, and the errors of :func:`kvpolicy_vllm.launch.serve_command`.
+    """
+    refuse_own_flags(at.vllm_flags)
+    if at.is_url and at.vllm_flags:
+        raise InputError(
+            f"vLLM's flags ({at.vllm_flags[0]} ...) are of servers to be started; {at.target} runs already"
+        )
+    texts = at.arms or ((PLUGIN,) if at.is_url else (STOCK, PLUGIN))
+    arms = tuple(_arm(text, at) for text in texts)
+    names = [arm.name for arm in arms]
+    if len(set(names)) < len(names):
+        raise WrongValue("arm", f"is given twice by the same name: {', '.join(names)}")
+    return arms
+
+
+def _arm(text: str, at: BenchTarget) -> LiveArm:
+    name, equals, value = text.partition("=")
+    try:
+        given = json.loads(value) if equals else {}
+    except ValueError as error:
+        raise WrongValue("arm", f"is {text!r}, should be NAME or NAME=JSON: {error}") from None
+    if not name or not all(letter.isalnum() or letter in "-_." for letter in name) or not isinstance(given, dict):
+        raise WrongValue("arm", f"is {text!r}, should be NAME or NAME=JSON, a name of letters, digits, -, _ and .")
+    hints = given.pop("hints", name == HINTS)
+    if not isinstance(hints, bool):
+        raise WrongValue("arm", f'is {text!r}, whose "hints" should be true or false')
+    if at.is_url:
+        url = given.pop("url", at.target)
+        if given or not isinstance(url, str):
+            raise WrongValue("arm", f'is {text!r}: of a server that runs, JSON has "url" and "hints" alone')
+        return LiveArm(name, url, hints=hints)
+    return LiveArm(name, command=tuple(_command(name, given, at)), hints=hints)
+
+
+def _command(name: str, given: Mapping[str, Any], at: BenchTarget) -> Sequence[str]:
+    if name == STOCK:
+        if given:
+            raise WrongValue("arm", f"{STOCK} is vLLM without the plugin, and takes no settings ({', '.join(given)})")
+        return [*launch.server(at.target), *at.vllm_flags]
+    settings = read(ServerSettings, changed_values(at.settings) | dict(given), f"arm {name}")
+    return launch.serve_command(at.target, launch.options(settings), at.vllm_flags)
+
+
+class Servers:
+    """The servers of arms, started when they are first asked for. A context manager, which ends them."""
+
+    def __init__(self, logs: Path, say: Callable[[str], None]) -> None:
+        self._logs, self._say = logs, say
+        self._stack = ExitStack()
+        self._started: dict[tuple[str, ...], LiveServer] = {}
+
+    def url(self, arm: LiveArm) -> str:
+        """Where the arm is served. Raises EngineFailed where its server does not start, or has ended."""
+        if arm.url:
+            return arm.url
+        server = self._started.get(arm.command)
+        if server is None:
+            log = self._logs / f"{len(self._started)}-{arm.name}.log"
+            server = self._stack.enter_context(LiveServer(arm.command, log, self._say))
+            self._started[arm.command] = server
+        server.refuse_ended()
+        return server.url
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()

@@ -1,0 +1,118 @@
+"""OpenAI servers that a bench starts itself, one process each, on free ports of this machine. Loads no engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from kvpolicy.errors import EngineFailed, InputError
+from kvpolicy_vllm.bench.engine_process import LAST_LINES, environment
+
+HOST = "127.0.0.1"
+READY_S = 1800.0
+"""Seconds that a server may take to load its model and answer."""
+END_S = 60.0
+"""Seconds that it may take to end before it is killed."""
+OWN_FLAGS = {"--host": "the bench chooses it", "--port": "the bench chooses it", "--api-key": "the bench sends no key"}
+
+
+class LiveServer:
+    """A server from a command of `vllm serve`, without host and port. A context manager, up and answering inside.
+
+    ``log``: where its output goes. ``say``: called with a line when it is waited for. Raises EngineFailed, with the
+    last lines of its output, where it ends instead of answering.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        self._command = list(command)
+        self._log = log
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def __enter__(self) -> LiveServer:
+        port = free_port()
+        self.url = f"http://{HOST}:{port}"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*self._command, "--host", HOST, "--port", str(port)],
+                env=environment(measures=False),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        self._say(f"starting {' '.join(self._command[:4])} ...")
+        last_s = time.monotonic() + READY_S
+        while not _answers(f"{self.url}/health"):
+            if self._process.poll() is not None:
+                raise self._failure(f"ended with {self._process.returncode} before it answered")
+            if time.monotonic() > last_s:
+                raise self._failure(f"did not answer within {READY_S:g} s")
+            time.sleep(0.2)
+
+    def _failure(self, what: str) -> EngineFailed:
+        lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return EngineFailed(f"the server {what}; its last output ({self._log}):\n" + "\n".join(lines))
+
+    def refuse_ended(self) -> None:
+        """Raise EngineFailed where the server has ended by itself."""
+        if self._process is not None and self._process.poll() is not None:
+            raise self._failure(f"ended with {self._process.returncode}")
+
+    def _end(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+        with suppress(ProcessLookupError):  # whoever of its processes outlived it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def refuse_own_flags(vllm_flags: Sequence[str]) -> None:
+    """Raise InputError for a flag that a server started by a bench may not have."""
+    for flag in vllm_flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in OWN_FLAGS:
+            raise InputError(f"{name} cannot be given to a server that a bench starts: {OWN_FLAGS[name]}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5.0):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,182 @@
+"""The loads that a bench over HTTP knows: their settings one by one, one run of each, and the prompts that were sent.
+
+Called by :mod:`kvpolicy_vllm.bench.run_bench`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from kvpolicy.errors import InputError
+from kvpolicy.settings import AnalyticsLoad, ChatLoad
+from kvpolicy.workload import open_workload
+from kvpolicy.workload.arrivals import stream
+from kvpolicy_vllm.bench.analytics_load import Analytics, texts
+from kvpolicy_vllm.bench.chat_load import Chat, Conversation, Server, drawn, fitted, of_requests, prefixed
+from kvpolicy_vllm.bench.load_results import analytics_figures, chat_figures
+
+Cell = Mapping[str, Any]
+"""One setting of a load: names and values."""
+SEED_STEP = 1000
+"""Between the seeds of rounds, so that no two rounds send the same texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a run has of its server and its arm."""
+
+    server: Server
+    vocabulary: Sequence[int]
+    context_tokens: int
+    salt: str
+    hints: bool
+    progress: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+
+
+class Kind(Protocol):
+    """A load."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rate(self) -> str:
+        """Field of a run's figures: what is answered per second."""
+        ...
+
+    def cells(self) -> list[Cell]: ...
+
+    async def run(self, cell: Cell, round_: int, terms: Terms) -> dict[str, Any]:
+        """The figures of one run."""
+        ...
+
+    def prompt(self, cell: Cell, round_: int, terms: Terms, rows: Sequence[Mapping[str, Any]], at: Cell) -> list[int]:
+        """The tokens before the one at which a run differs from ``rows``, another run of the same round."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatKind:
+    """Chats by number of chatters and share of prefixed conversations."""
+
+    load: ChatLoad
+    name: str = "chat"
+    rate: str = "messages_s"
+
+    def cells(self) -> list[Cell]:
+        return [
+            {"chatters": chatters, "prefixed": share} for chatters in self.load.chatters for share in self.load.prefixed
+        ]
+
+    def _conversations(self, cell: Cell, round_: int, context_tokens: int) -> list[Conversation]:
+        seed = self._seed(round_)
+        room = context_tokens - self._prefix_tokens(context_tokens)
+        rng = stream(seed, "conversations")
+        if self.load.workload is None:
+            all_of_them = drawn(self.load, room, rng)
+        else:
+            source = open_workload(self.load.workload)
+            all_of_them = of_requests(source, self.load.conversations, self.load.think_s, rng)
+        fitting = fitted(all_of_them, room)
+        if not fitting:
+            raise InputError(
+                f"no conversation fits into {room} tokens: give a longer --context-tokens, or a shorter prefix"
+            )
+        return prefixed(fitting, cell["prefixed"], stream(seed, "prefixed"))
+
+    def _prefix_tokens(self, context_tokens: int) -> int:
+        """Tokens of the prefix; kept free in every window, so that conversations do not depend on the share."""
+        tokens = self.load.prefix_tokens if any(self.load.prefixed) else 0
+        if tokens >= context_tokens // 2:
+            raise InputError(f"--prefix-tokens {tokens} takes half of the context of {context_tokens} tokens or more")
+        return tokens
+
+    def _seed(self, round_: int) -> int:
+        return self.load.load_seed + SEED_STEP * round_
+
+    def _chat(self, cell: Cell, round_: int, terms: Terms) -> Chat:
+        seed = self._seed(round_)
+        tokens = self._prefix_tokens(terms.context_tokens) if cell["prefixed"] else 0
+        prefix = stream(seed, "prefix").choices(terms.vocabulary, k=tokens)
+        return Chat(
+            terms.server,
+            self.load,
+            terms.vocabulary,
+            prefix,
+            terms.salt,
+            seed,
+            terms.hints,
+            terms.clock,
+            terms.progress,
+        )
+
+    def _context(self, terms: Terms) -> int:
+        return (
+            terms.context_tokens
+            if self.load.context_tokens is None
+            else min(self.load.context_tokens, terms.context_tokens)
+        )
+
+    async def run(self, cell: Cell, round_: int, terms: Terms) -> dict[str, Any]:
+        terms = replace(terms, context_tokens=self._context(terms))
+        conversations = self._conversations(cell, round_, terms.context_tokens)
+        return chat_figures(await self._chat(cell, round_, terms).run(conversations, cell["chatters"]))
+
+    def prompt(self, cell: Cell, round_: int, terms: Terms, rows: Sequence[Mapping[str, Any]], at: Cell) -> list[int]:
+        terms = replace(terms, context_tokens=self._context(terms))
+        chat = self._chat(cell, round_, terms)
+        conversations = self._conversations(cell, round_, terms.context_tokens)
+        conversation = next(one for one in conversations if one.name == at["conversation"])
+        answers = {row["turn"]: row["token_ids"] for row in rows if row["conversation"] == conversation.name}
+        window = list(chat.prefix) if conversation.is_prefixed else []
+        for turn, text in enumerate(chat.texts(conversation)[: at["turn"] + 1]):
+            window += [*text, *(answers[turn] if turn < at["turn"] else answers[turn][: at["token"]])]
+        return window
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticsKind:
+    """Analyses by length of the prefix."""
+
+    load: AnalyticsLoad
+    name: str = "analytics"
+    rate: str = "requests_s"
+
+    def cells(self) -> list[Cell]:
+        return [{"prefix_tokens": tokens} for tokens in self.load.prefix_tokens]
+
+    def _content(self, cell: Cell, round_: int, terms: Terms) -> tuple[list[int], list[list[int]]]:
+        """The prefix and the texts."""
+        rng = random.Random(f"{self.load.load_seed + SEED_STEP * round_} analytics {cell['prefix_tokens']}")
+        prefix = rng.choices(terms.vocabulary, k=cell["prefix_tokens"])
+        all_texts = texts(self.load.texts, terms.vocabulary, rng)
+        longest = len(prefix) + max(map(len, all_texts)) + self.load.output_tokens
+        if longest > terms.context_tokens:
+            raise InputError(
+                f"a prefix of {len(prefix)} tokens with its text and answer takes {longest}, more than the server's "
+                f"context of {terms.context_tokens}: give a shorter --prefix-tokens"
+            )
+        return prefix, all_texts
+
+    async def run(self, cell: Cell, round_: int, terms: Terms) -> dict[str, Any]:
+        prefix, all_texts = self._content(cell, round_, terms)
+        analytics = Analytics(
+            terms.server, prefix, self.load.output_tokens, self.load.concurrency, terms.salt, terms.hints, terms.clock,
+            terms.progress,
+        )  # fmt: skip
+        return analytics_figures(await analytics.run(all_texts))
+
+    def prompt(self, cell: Cell, round_: int, terms: Terms, rows: Sequence[Mapping[str, Any]], at: Cell) -> list[int]:
+        prefix, all_texts = self._content(cell, round_, terms)
+        answer = next(row["token_ids"] for row in rows if row["conversation"] == at["conversation"])
+        return [*prefix, *all_texts[int(at["conversation"])], *answer[: at["token"]]]
+
+
+def kind_of(load: ChatLoad | AnalyticsLoad) -> Kind:
+    """The kind of a load, by its settings."""
+    return ChatKind(load) if isinstance(load, ChatLoad) else AnalyticsKind(load)

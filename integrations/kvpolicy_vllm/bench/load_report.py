@@ -1,0 +1,179 @@
+"""What a bench over HTTP found, as a table and as a dictionary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvpolicy.stats import Ratio, student_ratio
+
+WIDTH = 160
+COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
+    "chat": (
+        ("messages/s", "messages_s", ".3g"),
+        ("TTFT s mean", "ttft_s.mean", ".3g"),
+        ("p50", "ttft_s.p50", ".3g"),
+        ("p99", "ttft_s.p99", ".3g"),
+        ("later turns", "later_ttft_s.mean", ".3g"),
+        ("e2e s mean", "e2e_s.mean", ".3g"),
+        ("p99", "e2e_s.p99", ".3g"),
+        ("window", "window_tokens.mean", ".0f"),
+        ("hit rate", "hit_rate", ".1%"),
+    ),
+    "analytics": (
+        ("requests/s", "requests_s", ".4g"),
+        ("e2e s mean", "e2e_s.mean", ".3g"),
+        ("p50", "e2e_s.p50", ".3g"),
+        ("p99", "e2e_s.p99", ".3g"),
+        ("TTFT s mean", "ttft_s.mean", ".3g"),
+        ("prefix s", "prefix_s", ".3g"),
+        ("hit rate", "hit_rate", ".1%"),
+    ),
+}
+"""Heads, figures of a run, and their formats. Shown are means over rounds."""
+COMPARED: Mapping[str, Sequence[str]] = {
+    "chat": ("messages_s", "ttft_s.mean", "e2e_s.mean"),
+    "analytics": ("requests_s", "e2e_s.mean"),
+}
+"""Figures whose ratio to the first arm is shown, with an interval over rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """All runs of a bench. ``results``: as in bench.json."""
+
+    results: Mapping[str, Any]
+    path: str
+    """Of bench.json."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every request was answered."""
+        return not self.errors()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the single requests, which are in bench.json."""
+        cells = [
+            {
+                "cell": dict(cell),
+                "arms": {name: {figure: self._mean(runs, figure) for _, figure, _ in self._columns}
+                         for name, runs in self._by_arm(cell).items()},
+                "ratios": {name: ratio.to_dict() for name, ratio in self.ratios(cell)},
+            }
+            for cell in self.cells()
+        ]  # fmt: skip
+        tokens, different, gap = self.compared()
+        return {
+            "kind": self.results["kind"],
+            "cells": cells,
+            "errors": self.errors(),
+            "tokens": {"compared": tokens, "different": different, "largest_gap": gap},
+        }
+
+    @property
+    def _columns(self) -> Sequence[tuple[str, str, str]]:
+        return COLUMNS[self.results["kind"]]
+
+    @property
+    def arms(self) -> list[str]:
+        return [arm["name"] for arm in self.results["arms"]]
+
+    def cells(self) -> list[Mapping[str, Any]]:
+        """The settings, each once, in the order of the numbers."""
+        seen = {tuple(run["cell"].items()): run["cell"] for run in self.results["runs"]}
+        return [seen[key] for key in sorted(seen)]
+
+    def _by_arm(self, cell: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+        """The runs of a setting by arm, in the order of rounds."""
+        runs = sorted((run for run in self.results["runs"] if run["cell"] == cell), key=lambda run: run["round"])
+        return {name: [run for run in runs if run["arm"] == name] for name in self.arms}
+
+    def _mean(self, runs: Sequence[Mapping[str, Any]], figure: str) -> float | None:
+        known = [value for run in runs if (value := value_of(run, figure)) is not None]
+        return fmean(known) if known else None
+
+    def ratios(self, cell: Mapping[str, Any]) -> Iterator[tuple[str, Ratio]]:
+        """Figures over those of the first arm, over the rounds in which both have them."""
+        by_arm = self._by_arm(cell)
+        first, *others = self.arms
+        for name in others:
+            for figure in COMPARED[self.results["kind"]]:
+                pairs = [
+                    (above, below)
+                    for one, other in zip(by_arm[name], by_arm[first], strict=True)
+                    if (above := value_of(one, figure)) and (below := value_of(other, figure))
+                ]
+                if pairs:
+                    yield (
+                        f"{figure} {name} / {first}",
+                        student_ratio([above for above, _ in pairs], [below for _, below in pairs]),
+                    )
+
+    def errors(self) -> dict[str, int]:
+        """Requests by what went wrong, over all arms."""
+        counts: Counter[str] = Counter()
+        for run in self.results["runs"]:
+            counts.update({f"{run['arm']}: {reason}": count for reason, count in run["errors"].items()})
+        return dict(counts)
+
+    def compared(self) -> tuple[int, int, float | None]:
+        """Tokens that were compared with the first arm's, conversations that differ, and the largest gap between the
+        two best log-probabilities where they do; None where none differs or the server did not say."""
+        found = [one for comparison in self.results["comparisons"] for one in comparison["tokens"].values()]
+        different = [at for one in found for at in one["different"]]
+        gaps = [at["gap"] for at in different if at.get("gap") is not None]
+        return sum(one["tokens"] for one in found), len(different), max(gaps, default=None)
+
+    def text(self) -> str:
+        buffer = StringIO()
+        console = Console(file=buffer, width=WIDTH, highlight=False, markup=False)
+        console.print(self._table())
+        for line in self._lines():
+            console.print(line)
+        return buffer.getvalue()
+
+    def _table(self) -> Table:
+        table = Table(title=f"{self.results['kind']}, {self.results['model']}", title_justify="left")
+        cells = self.cells()
+        heads = list(cells[0]) if cells else []
+        for head in (*(head.replace("_", " ") for head in heads), "arm"):
+            table.add_column(head)
+        for head, _, _ in self._columns:
+            table.add_column(head, justify="right")
+        for cell in cells:
+            for name, runs in self._by_arm(cell).items():
+                values = ((self._mean(runs, figure), form) for _, figure, form in self._columns)
+                shown = ("" if value is None else format(value, form) for value, form in values)
+                table.add_row(*(f"{cell[head]:g}" for head in heads), name, *shown)
+        return table
+
+    def _lines(self) -> Iterator[str]:
+        for cell in self.cells():
+            where = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in cell.items())
+            for name, ratio in self.ratios(cell):
+                yield f"{where}: {name}: {ratio.text()}"
+        yield "figures are means over rounds; in brackets 95% intervals of ratios over rounds"
+        tokens, different, gap = self.compared()
+        if len(self.arms) > 1:
+            where = "" if gap is None else f", the two best log-probabilities there at most {gap:.2g} apart"
+            yield f"tokens: {tokens} compared with those of {self.arms[0]}, {different} conversations differ{where}"
+        for reason, count in self.errors().items():
+            yield f"errors: {count} x {reason}"
+        yield f"written to {self.path}"
+
+
+def value_of(run: Mapping[str, Any], figure: str) -> float | None:
+    """A figure of a run, as ``ttft_s.mean``; None where it is undefined."""
+    value: Any = run
+    for name in figure.split("."):
+        if value is None:
+            return None
+        value = value[name]
+    return None if value is None else float(value)

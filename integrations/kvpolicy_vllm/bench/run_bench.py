@@ -1,0 +1,185 @@
+"""`kvpolicy bench`: a load on live servers over HTTP, arm by arm in alternation, resumable. Loads no engine.
+
+Every run is a file under ``runs``; what has been run is not repeated. ``bench.json`` has all of them with the settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import InputError
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad
+from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of
+from kvpolicy_vllm.bench.load_kinds import Cell, Kind, Terms, kind_of
+from kvpolicy_vllm.bench.load_report import LoadReport
+from kvpolicy_vllm.bench.load_results import differences
+from kvpolicy_vllm.bench.openai_api import Api, connected
+
+FORMAT = 1
+"""Of bench.json."""
+SAMPLE_TEXT = (
+    "The quick brown fox jumps over the lazy dog while seven wizards quietly mix five dozen jugs of black ink, and "
+    "nobody asked why the old clock on the north wall ran slow before winter came to the harbour town."
+)
+"""Its tokens are those that prompts are drawn from."""
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 3, 64
+"""Requests before the first run of a server, and the tokens of their prompts."""
+DEFAULT_CONTEXT = 4096
+"""Of a server that does not say what its context is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What all arms serve, as the first one says it."""
+
+    name: str
+    context_tokens: int
+    vocabulary: tuple[int, ...]
+
+
+def bench(out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> LoadReport:
+    """Put the load on every arm, and write ``out/bench.json``.
+
+    Raises InputError where ``out`` has another bench, EngineFailed where a server does not start or ends.
+    """
+    kind, arms = kind_of(load), arms_of(at)
+    plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
+            "arms": [arm.to_dict() for arm in arms]}  # fmt: skip
+    runs = out / "runs"
+    take_up(out, plan)
+    with Servers(out / "logs", say) as servers:
+        driver = Driver(kind, arms, servers, out)
+        rng = random.Random(f"{load.load_seed} order of arms")
+        for round_ in range(load.rounds):
+            for cell in kind.cells():
+                driver.serve(cell, round_, rng.sample(arms, len(arms)))
+    written = [json.loads(path.read_text()) for path in sorted(runs.glob("*.json"))]
+    results = plan | {
+        "model": json.loads((out / "model.json").read_text())["name"],
+        "runs": [run for run in written if "arm" in run],
+        "comparisons": [run for run in written if "arm" not in run],
+    }
+    write(out / "bench.json", results)
+    return LoadReport(results, str(out / "bench.json"))
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON gives it back."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def take_up(out: Path, plan: Mapping[str, Any]) -> None:
+    """Begin a bench in a folder, or go on with the one there. Raises InputError for another one."""
+    (out / "runs").mkdir(parents=True, exist_ok=True)
+    path = out / "plan.json"
+    if not path.exists():
+        write(path, plan)
+        return
+    try:
+        before = json.loads(path.read_text())
+    except ValueError:
+        raise InputError(f"{path}: cannot be read; give --out another folder") from None
+    different = [name for name in plan if before.get(name) != plan[name]]
+    if different:
+        raise InputError(
+            f"{out} has a bench with other settings ({', '.join(different)}): give --out another folder, or delete it"
+        )
+
+
+def write(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a whole file or none."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(values, allow_nan=False) + "\n")
+    beside.replace(path)
+
+
+def say(line: str) -> None:
+    """What is going on, for a person who waits."""
+    print(f"kvpolicy bench: {line}", file=sys.stderr, flush=True)
+
+
+class Driver:
+    """Runs cells, and leaves out what has been run."""
+
+    def __init__(self, kind: Kind, arms: Sequence[LiveArm], servers: Servers, out: Path) -> None:
+        self._kind, self._arms, self._servers, self._out = kind, arms, servers, out
+        self._warm: set[str] = set()
+        self._model: Model | None = None
+
+    def _path(self, cell: Cell, round_: int, name: str) -> Path:
+        values = "-".join(f"{key}-{value}" for key, value in cell.items())
+        return self._out / "runs" / f"round-{round_:03}-{values}-{name}.json"
+
+    def serve(self, cell: Cell, round_: int, arms: Sequence[LiveArm]) -> None:
+        """One setting by all arms, in this order, and then their tokens compared."""
+        missing = [arm for arm in arms if not self._path(cell, round_, f"arm-{arm.name}").exists()]
+        for arm in missing:
+            figures = asyncio.run(self._run(cell, round_, arm))
+            write(self._path(cell, round_, f"arm-{arm.name}"), figures)
+            say(f"{words(cell)}, round {round_ + 1}, {arm.name}: {self._line(figures)}")
+        compared = self._path(cell, round_, "tokens")
+        if not compared.exists():
+            write(compared, {"cell": cell, "round": round_, "tokens": asyncio.run(self._compare(cell, round_))})
+
+    def _line(self, figures: Mapping[str, Any]) -> str:
+        rate, errors = figures[self._kind.rate], sum(figures["errors"].values())
+        done = "nothing was answered" if rate is None else f"{rate:.3g} {self._kind.rate.removesuffix('_s')} per second"
+        return done + (f", {errors} errors" if errors else "")
+
+    async def _run(self, cell: Cell, round_: int, arm: LiveArm) -> dict[str, Any]:
+        async with connected(self._servers.url(arm)) as api:
+            terms = await self._terms(api, cell, round_, arm)
+            await self._warm_up(api, terms)
+            figures = await self._kind.run(cell, round_, terms)
+        self._servers.url(arm)  # which raises where the server has ended: its run is no result
+        return {"cell": cell, "round": round_, "arm": arm.name} | figures
+
+    async def _terms(self, api: Api, cell: Cell, round_: int, arm: LiveArm) -> Terms:
+        if self._model is None:
+            name, context_tokens = await api.describe()
+            vocabulary = tuple(sorted(set(await api.tokenize(SAMPLE_TEXT))))
+            self._model = Model(name, context_tokens or DEFAULT_CONTEXT, vocabulary)
+            write(self._out / "model.json", asdict(self._model))
+        # Two runs on one server share no cached prefix, so that neither finds what the other has computed.
+        salt = f"{arm.name} {words(cell)} {round_}"
+        return Terms(api, self._model.vocabulary, self._model.context_tokens, salt, arm.hints)
+
+    async def _warm_up(self, api: Api, terms: Terms) -> None:
+        """Some requests before a server's first run. Raises InputError where they fail."""
+        if api.url in self._warm:
+            return
+        for number in range(WARM_UP_REQUESTS):
+            prompt = random.Random(number).choices(terms.vocabulary, k=WARM_UP_TOKENS)
+            answer = await api.complete(prompt, 4, "warm-up")
+            if answer.error:
+                raise InputError(f"{api.url} does not serve: {answer.error}")
+        self._warm.add(api.url)
+
+    async def _compare(self, cell: Cell, round_: int) -> dict[str, Any]:
+        """The tokens of each arm against those of the first, and how close the choice was where they differ."""
+        first, *others = self._arms
+        if not others:
+            return {}
+        rows = self._rows(cell, round_, first)
+        found = {arm.name: differences(rows, self._rows(cell, round_, arm)) for arm in others}
+        if any(one["different"] for one in found.values()):
+            async with connected(self._servers.url(first)) as api:
+                terms = await self._terms(api, cell, round_, first)
+                for at in (at for one in found.values() for at in one["different"]):
+                    at["gap"] = await api.gap(self._kind.prompt(cell, round_, terms, rows, at))
+        return found
+
+    def _rows(self, cell: Cell, round_: int, arm: LiveArm) -> list[dict[str, Any]]:
+        return list(json.loads(self._path(cell, round_, f"arm-{arm.name}").read_text())["rows"])
+
+
+def words(cell: Cell) -> str:
+    """A setting for a person."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in cell.items())

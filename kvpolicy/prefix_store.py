@@ -1,0 +1,172 @@
+"""`kvpolicy warm`: a prefix stored on a live server before anybody asks for it."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.client import counters_in, request_body
+from kvpolicy.errors import InputError
+
+TIMEOUT_S = 3600.0
+LOOKED_UP = "vllm:prefix_cache_queries_total"
+FOUND = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
+"""Tokens found on the device and by a connector."""
+REFUSED = ("vllm:kvpolicy_invalid_marks_total", "vllm:kvpolicy_clamped_marks_total")
+LETTERS = 300
+"""Of a server's error message that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What a server stored, by its own counters: other requests at the same time count, too."""
+
+    model: str
+    prompt_tokens: int
+    found_before: int
+    """Tokens that were cached already."""
+    found_after: int
+    """Tokens that a second request with the same prompt found."""
+    first_s: float
+    """What the first request took, which computes what was missing."""
+    second_s: float
+    """What the second one took."""
+    refused: float
+    """Marks that the server did not read or not grant as they were sent, as far as it counts them."""
+    grown: Mapping[str, float]
+    """The plugin's counters that rose meanwhile."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__} | {"grown": dict(self.grown)}
+
+    def text(self) -> str:
+        computed = self.prompt_tokens - self.found_before
+        lines = [
+            f"{self.model}: {self.prompt_tokens} tokens, of which {self.found_before} were cached; {computed} were "
+            f"computed, in {self.first_s:.3g} s",
+            f"a second request found {self.found_after} of them and took {self.second_s:.3g} s",
+        ]
+        if self.refused:
+            lines.append(f"{self.refused:g} marks were refused or cut: see the server's --hints and --classes")
+        lines += [f"  {name.removeprefix('vllm:')}: {value:g}" for name, value in self.grown.items()]
+        return "\n".join(lines)
+
+
+def warm(
+    url: str,
+    prompt: str | Sequence[int] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    keep_s: float | None = None,
+    class_name: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Warmed:
+    """Ask for one token behind a prompt, or messages, which the server then has cached and is asked to pin.
+
+    ``keep_s``: seconds for which it stays pinned; None: as long as the server grants. Raises InputError where the
+    server cannot be reached or refuses the request, and where both or neither of prompt and messages are given.
+    """
+    if (prompt is None) == (messages is None):
+        raise InputError("a prompt or messages are to be stored: give one of the two")
+    base = url.rstrip("/").removesuffix("/v1")
+    model = str(_call(f"{base}/v1/models")["data"][0]["id"])
+    body: dict[str, Any] = {"model": model, "max_tokens": 1, "temperature": 0.0}
+    if messages is None:
+        path, body["prompt"] = "/v1/completions", prompt if isinstance(prompt, str) else list(prompt or ())
+    else:
+        path, body["messages"] = "/v1/chat/completions", list(messages)
+        body["add_generation_prompt"] = False  # what is stored ends where the messages do
+    said = request_body(pin=True, keep_s=keep_s, class_name=class_name)
+    before, start_s = _counters(base), clock()
+    answer = _call(f"{base}{path}", body | said)
+    first_s, between = clock() - start_s, _counters(base)
+    start_s = clock()
+    _call(f"{base}{path}", body)
+    second_s, after = clock() - start_s, _counters(base)
+    grown = {name: after[name] - before.get(name, 0.0) for name in after if name.startswith("vllm:kvpolicy_")}
+    return Warmed(
+        model,
+        int(answer["usage"]["prompt_tokens"]),
+        _found(before, between),
+        _found(between, after),
+        first_s,
+        second_s,
+        sum(between.get(name, 0.0) - before.get(name, 0.0) for name in REFUSED),
+        {name: value for name, value in grown.items() if value},
+    )
+
+
+def read_prompt(path: Path) -> str | list[int]:
+    """A prompt's file: text, or a JSON list of token ids. Raises InputError."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text: {error}") from None
+    if path.suffix != ".json":
+        return text
+    ids = _read_json(path, text)
+    if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
+        raise InputError(f"{path}: should be a JSON list of token ids, whole numbers, 0 or above")
+    return ids
+
+
+def read_messages(path: Path) -> list[dict[str, Any]]:
+    """A file of messages: a JSON list of objects with role and content. Raises InputError."""
+    try:
+        messages = _read_json(path, path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text: {error}") from None
+    if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
+        raise InputError(f'{path}: should be a JSON list of objects, as in [{{"role": "system", "content": "..."}}]')
+    return messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _read_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path}: is not JSON: {error}") from None
+
+
+def _found(before: Mapping[str, float], after: Mapping[str, float]) -> int:
+    return round(sum(after.get(name, 0.0) - before.get(name, 0.0) for name in FOUND))
+
+
+def _counters(base: str) -> dict[str, float]:
+    counters = counters_in(_read(f"{base}/metrics").decode(errors="replace"))
+    if LOOKED_UP not in counters:
+        raise InputError(f"{base}/metrics has no {LOOKED_UP}: the server is no vLLM, or its metrics are off")
+    return counters
+
+
+def _call(url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    try:
+        return dict(json.loads(_read(url, body)))
+    except (ValueError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{url} does not answer as an OpenAI server: {error}") from None
+
+
+def _read(url: str, body: Mapping[str, Any] | None = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read().decode(errors="replace").split())[:LETTERS]
+        raise InputError(f"{url} answers {error.code}: {said}") from None
+    except OSError as error:
+        raise InputError(f"{url} cannot be reached: {error}") from None
+    except ValueError as error:
+        raise InputError(f"{url} is no URL as http://localhost:8000: {error}") from None

@@ -1,0 +1,202 @@
+"""The page and the figures of a bench over HTTP, from its bench.json. A module of its own: matplotlib is optional.
+
+Called by :mod:`kvpolicy.reporting.pipeline`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvpolicy.errors import InputError
+from kvpolicy.reporting.figures import COLOURS, INK, LEARNED, MUTED, STYLE, legend, mean_and_half, new_figure, write
+from kvpolicy.reporting.page import inline, templates
+from kvpolicy.stats import student_ratio
+from kvpolicy.version import __version__
+
+LINES = (INK, COLOURS["swap"], LEARNED, COLOURS["recompute"], MUTED)
+"""Colours of the arms, or of shares."""
+MARKS = "os^Dv"
+BINS = 12
+"""Parts of a run's time in each of which a hit rate is shown."""
+FIGURES: Mapping[str, Mapping[str, str]] = {
+    "chat": {
+        "messages_s": "messages per second",
+        "ttft_s.mean": "mean time to first token, s",
+        "e2e_s.mean": "mean end-to-end time, s",
+        "hit_rate": "tokens found in a cache",
+    },
+    "analytics": {"requests_s": "requests per second", "e2e_s.mean": "mean time per request, s"},
+}
+"""Figures of a run that are drawn and in the table, and what they are called."""
+AXES = {"chatters": "people who chat", "prefixed": "share that is prefixed", "prefix_tokens": "tokens of the prefix"}
+Run = Mapping[str, Any]
+
+
+def write_page(results_file: Path, out: Path, figures: Path | None) -> tuple[Path, ...]:
+    """Write the page of a bench; ``figures``: a folder for each figure as SVG and PNG. Raises InputError."""
+    try:
+        results = json.loads(results_file.read_text())
+        runs = results["runs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{results_file}: is not what `kvpolicy bench` writes: {error}") from error
+    if not runs:
+        raise InputError(f"{results_file}: has no run")
+    with matplotlib.rc_context(STYLE):
+        drawings = dict(_drawings(results))
+    page = (
+        templates()
+        .get_template("bench.html.j2")
+        .render(
+            kind=results["kind"],
+            model=results["model"],
+            target=results["target"],
+            arms=results["arms"],
+            drawings=[(title, inline(figure, name, title)) for name, (title, figure) in drawings.items()],
+            table=_table(results),
+            ratios=list(_ratios(results)),
+            tokens=_tokens(results),
+            errors=[f"{run['arm']}: {count} x {why}" for run in runs for why, count in run["errors"].items()],
+            version=__version__,
+        )
+    )
+    out.write_text(page, encoding="utf-8")
+    if figures is None:
+        return ()
+    figures.mkdir(parents=True, exist_ok=True)
+    return tuple(path for name, (_, figure) in drawings.items() for path in write(figure, figures, name))
+
+
+def _value(run: Run, figure: str) -> float | None:
+    value: Any = run
+    for name in figure.split("."):
+        value = None if value is None else value[name]
+    return None if value is None else float(value)
+
+
+def _values(runs: Sequence[Run], figure: str) -> list[float]:
+    return [value for run in runs if (value := _value(run, figure)) is not None]
+
+
+def _of(results: Run, arm: str, cell: Mapping[str, Any]) -> list[Run]:
+    runs = [run for run in results["runs"] if run["arm"] == arm and cell.items() <= run["cell"].items()]
+    return sorted(runs, key=lambda run: run["round"])
+
+
+def _cells(results: Run) -> list[dict[str, Any]]:
+    seen = {tuple(run["cell"].items()): dict(run["cell"]) for run in results["runs"]}
+    return [seen[key] for key in sorted(seen)]
+
+
+def _drawings(results: Run) -> Iterator[tuple[str, tuple[str, Figure]]]:
+    cells = _cells(results)
+    axis = max(cells[0], key=lambda name: len({cell[name] for cell in cells}))
+    fixed = {name: value for name, value in cells[-1 if results["kind"] == "chat" else 0].items() if name != axis}
+    for figure, title in FIGURES[results["kind"]].items():
+        yield figure.split(".")[0].replace("_", "-"), (title, _by_cell(results, figure, axis, fixed, title))
+    if results["kind"] == "chat":
+        chatters = max(cell["chatters"] for cell in cells)
+        yield "hit-rate-over-the-run", (f"hit rate over the run, {chatters} people", _hit_rates(results, chatters))
+
+
+def _by_cell(results: Run, figure: str, axis: str, fixed: Mapping[str, Any], title: str) -> Figure:
+    """A figure of a run by one name of the cells, the other as ``fixed``; a line per arm, intervals over rounds."""
+    drawing, (axes,) = new_figure(3.4)
+    for number, arm in enumerate(results["arms"]):
+        points = []
+        for at in sorted({cell[axis] for cell in _cells(results)}):
+            values = _values(_of(results, arm["name"], {**fixed, axis: at}), figure)
+            if values:
+                points.append((at, *mean_and_half(values)))
+        if points:
+            x, y, half = zip(*points, strict=True)
+            axes.errorbar(x, y, half, color=LINES[number % len(LINES)], marker=MARKS[number % len(MARKS)], capsize=3,
+                          label=arm["name"])  # fmt: skip
+    axes.set_xlabel(", ".join([AXES[axis], *(f"{AXES[name]}: {value:g}" for name, value in fixed.items())]))
+    axes.set_ylabel(title)
+    axes.set_ylim(bottom=0)
+    legend(axes)
+    return drawing
+
+
+def _hit_rates(results: Run, chatters: int) -> Figure:
+    """The share of tokens found in a cache over the time of a run, a panel per arm and a line per share prefixed."""
+    names = [arm["name"] for arm in results["arms"]]
+    drawing, panels = new_figure(1.0 + 2.2 * len(names), len(names))
+    for axes, name in zip(panels, names, strict=True):
+        shares = sorted({cell["prefixed"] for cell in _cells(results)})
+        for number, share in enumerate(shares):
+            runs = _of(results, name, {"chatters": chatters, "prefixed": share})
+            points = [(at, rate) for at, rate in enumerate(binned(runs)) if rate is not None]
+            if points:
+                x, y = zip(*(((at + 0.5) / BINS, rate) for at, rate in points), strict=True)
+                axes.plot(
+                    x, y, color=LINES[number % len(LINES)], marker=MARKS[number % len(MARKS)], label=f"{share:.0%}"
+                )
+        _finish(axes, name)
+    panels[-1].set_xlabel("share of the run's time")
+    legend(panels[0])
+    return drawing
+
+
+def _finish(axes: Axes, name: str) -> None:
+    axes.set_ylim(0, 1)
+    axes.set_ylabel(f"{name}: found")
+
+
+def binned(runs: Sequence[Run]) -> list[float | None]:
+    """The hit rate in each of :data:`BINS` equal parts of the runs' time, over all of them; None without a lookup."""
+    looked_up, found = [0.0] * BINS, [0.0] * BINS
+    for run in runs:
+        end_s = run["lookups"][-1][0]
+        before = (0.0, 0.0)
+        for at_s, queries, hits in run["lookups"]:
+            place = min(BINS - 1, int(BINS * at_s / end_s)) if end_s else 0
+            looked_up[place] += queries - before[0]
+            found[place] += hits - before[1]
+            before = queries, hits
+    return [hits / queries if queries > 0 else None for queries, hits in zip(looked_up, found, strict=True)]
+
+
+def _table(results: Run) -> dict[str, Any]:
+    """Heads, and rows of texts: means over rounds."""
+    cells, columns = _cells(results), FIGURES[results["kind"]]
+    rows = []
+    for cell in cells:
+        for arm in results["arms"]:
+            runs = _of(results, arm["name"], cell)
+            means = [fmean(values) if (values := _values(runs, figure)) else None for figure in columns]
+            shown = ["" if mean is None else f"{mean:.3g}" for mean in means]
+            rows.append([*(f"{value:g}" for value in cell.values()), arm["name"], *shown])
+    return {"heads": [*(AXES[name] for name in cells[0]), "arm", *columns.values()], "rows": rows}
+
+
+def _ratios(results: Run) -> Iterator[str]:
+    first, *others = [arm["name"] for arm in results["arms"]]
+    for cell in _cells(results):
+        where = ", ".join(f"{AXES[name]} {value:g}" for name, value in cell.items())
+        for name in others:
+            for figure, title in FIGURES[results["kind"]].items():
+                by_round = {run["round"]: _value(run, figure) for run in _of(results, first, cell)}
+                pairs = [(above, below) for run in _of(results, name, cell)
+                         if (above := _value(run, figure)) and (below := by_round.get(run["round"]))]  # fmt: skip
+                if pairs and figure != "hit_rate":
+                    ratio = student_ratio([above for above, _ in pairs], [below for _, below in pairs])
+                    yield f"{where}: {title}, {name} over {first}: {ratio.text()}"
+
+
+def _tokens(results: Run) -> str:
+    found = [one for comparison in results["comparisons"] for one in comparison["tokens"].values()]
+    if not found:
+        return ""
+    different = [at for one in found for at in one["different"]]
+    gaps = [at["gap"] for at in different if at.get("gap") is not None]
+    apart = f", where the two best log-probabilities are at most {max(gaps):.2g} apart" if gaps else ""
+    return f"{sum(one['tokens'] for one in found)} tokens compared, {len(different)} conversations differ{apart}"

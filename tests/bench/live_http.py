@@ -1,0 +1,148 @@
+"""A small server that speaks the OpenAI API as vLLM does, for tests of the loads that are put on one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+VOCABULARY = 1000
+
+
+def next_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """What the model answers: a function of the prompt alone."""
+    seed = sum((place + 1) * token for place, token in enumerate(prompt))
+    return [(seed + 7 * number) % VOCABULARY for number in range(count)]
+
+
+@dataclass
+class Small:
+    """The server. ``fault``: what it does to the request of that number, counted from 0."""
+
+    fault: dict[int, str] = field(default_factory=dict)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    cached: set[tuple[int, ...]] = field(default_factory=set)
+    looked_up: int = 0
+    found: int = 0
+    wrong: bool = False
+    """Whether its answers differ from those of other servers."""
+    served: int = 0
+    most_at_once: int = 0
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=2**26)
+        app.add_routes([
+            web.get("/v1/models", self.models), web.post("/tokenize", self.tokenize),
+            web.post("/v1/completions", self.complete), web.post("/v1/chat/completions", self.complete),
+            web.get("/metrics", self.metrics),
+        ])  # fmt: skip
+        return app
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "small", "max_model_len": 512}]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response({"tokens": [hash_of(word) for word in text.split()]})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=(
+            "# HELP vllm:prefix_cache_queries_total tokens\n"
+            f'vllm:prefix_cache_queries_total{{engine="0",model_name="small"}} {float(self.looked_up)}\n'
+            f'vllm:prefix_cache_hits_total{{engine="0",model_name="small"}} {float(self.found)}\n'
+            'vllm:prefix_cache_hits_created{engine="0"} 1.7e9\n'
+            f'vllm:kvpolicy_decisions_total{{kind="swap"}} {self.served}\n'
+            f'vllm:kvpolicy_decisions_total{{kind="recompute"}} {self.served}\n'
+        ))  # fmt: skip
+
+    def look_up(self, body: dict[str, Any]) -> None:
+        salt, prompt = hash_of(body.get("cache_salt", "")), tuple(prompt_of(body))
+        self.looked_up += len(prompt)
+        known = (length for length in range(len(prompt), 0, -1) if (salt, *prompt[:length]) in self.cached)
+        self.found += next(known, 0)
+        self.cached.update((salt, *prompt[:length]) for length in range(1, len(prompt) + 1))
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        number = len(self.bodies)
+        self.bodies.append(body)
+        fault = self.fault.get(number)
+        if fault == "status":
+            return web.json_response({"error": {"message": "the pool\nis full"}}, status=503)
+        self.look_up(body)
+        self.served += 1
+        tokens = next_tokens(prompt_of(body), body["max_tokens"])
+        if self.wrong:
+            tokens[-1] = (tokens[-1] + 1) % VOCABULARY
+        if not body.get("stream"):
+            logprobs = {"top_logprobs": [{"a": -0.5, "b": -0.75}]}
+            usage = {"prompt_tokens": len(prompt_of(body))}
+            return web.json_response({"choices": [{"logprobs": logprobs}], "usage": usage})
+        return await self.stream(request, tokens[:-1] if fault == "short" else tokens, fault)
+
+    async def stream(self, request: web.Request, tokens: list[int], fault: str | None) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for place, token in enumerate(tokens):
+            await asyncio.sleep(0)
+            await response.write(event({"choices": [{"token_ids": [token], "text": "x"}]}))
+            if place == 1 and fault == "in the stream":
+                await response.write(event({"error": {"message": "it broke"}}))
+            if place == 1 and fault == "end":
+                assert request.transport is not None
+                request.transport.close()
+                return response
+        if fault != "no end":
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def hash_of(word: str) -> int:
+    return sum((place + 1) * ord(letter) for place, letter in enumerate(word)) % VOCABULARY
+
+
+def prompt_of(body: dict[str, Any]) -> list[int]:
+    if "messages" in body:
+        return [hash_of(word) for message in body["messages"] for word in message["content"].split()]
+    prompt = body["prompt"]
+    return [hash_of(word) for word in prompt.split()] if isinstance(prompt, str) else list(prompt)
+
+
+def event(values: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(values).encode() + b"\n\n"
+
+
+@contextmanager
+def serving(small: Small) -> Iterator[str]:
+    """The server's URL, in a thread of its own."""
+    loop, ready, url = asyncio.new_event_loop(), threading.Event(), []
+
+    async def start() -> web.AppRunner:
+        runner = web.AppRunner(small.application(), shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        return runner
+
+    def run() -> None:
+        runner = loop.run_until_complete(start())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield url[0]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)

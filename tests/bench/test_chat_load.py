@@ -1,0 +1,141 @@
+"""Conversations: how they are drawn and cut, and that a chatter sends the whole window, with the answers in it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvpolicy.errors import InputError
+from kvpolicy.request_marks import Hints, read_marks
+from kvpolicy.settings import ChatLoad
+from kvpolicy.workload import Request
+from kvpolicy_vllm.bench.chat_load import Chat, ChatRun, Conversation, Turn, drawn, fitted, of_requests, prefixed
+from kvpolicy_vllm.bench.openai_api import Answer
+from tests.bench.live_http import next_tokens
+
+LOAD = ChatLoad(think_s=0.0)
+
+
+class Counting:
+    """A server that answers at once and counts who waits. ``fails``: at the request of that number."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.sent: list[tuple[list[int], dict[str, Any] | None]] = []
+        self.fails = fails
+        self.at_once = self.most_at_once = 0
+
+    async def complete(
+        self, prompt: Sequence[int], output_tokens: int, salt: str = "", said: dict[str, Any] | None = None
+    ) -> Answer:
+        number = len(self.sent)
+        self.sent.append((list(prompt), said))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0)
+        self.at_once -= 1
+        error = "HTTP 503: full" if number == self.fails else ""
+        return Answer(0.0, 0.1, 0.2, tuple(next_tokens(prompt, output_tokens)), error)
+
+    async def counters(self) -> dict[str, float]:
+        return {"vllm:prefix_cache_queries_total": float(len(self.sent))}
+
+
+def chatted(server: Counting, conversations: Sequence[Conversation], chatters: int, hints: bool = False) -> ChatRun:
+    chat = Chat(server, LOAD, range(100, 200), [1, 2, 3, 4], "salt", 7, hints, lambda: 0.0)
+    return asyncio.run(chat.run(conversations, chatters))
+
+
+def talk(name: str, *turns: tuple[int, int], is_prefixed: bool = False) -> Conversation:
+    return Conversation(name, tuple(Turn(message, answer, 0.0) for message, answer in turns), is_prefixed)
+
+
+def test_every_turn_sends_the_whole_window_with_the_answers() -> None:
+    server = Counting()
+    run = chatted(server, [talk("a", (5, 3), (6, 2), is_prefixed=True)], 1)
+    (first, _), (second, _) = server.sent
+    assert first[:4] == [1, 2, 3, 4] and len(first) == 9 and set(first[4:]) <= set(range(100, 200))
+    assert second[:12] == [*first, *next_tokens(first, 3)] and len(second) == 18
+    assert [(message.turn, message.window_tokens) for message in run.messages] == [(0, 9), (1, 18)]
+
+
+def test_conversations_are_dealt_to_so_many_people() -> None:
+    server = Counting()
+    run = chatted(server, [talk(str(number), (5, 2), (5, 2)) for number in range(9)], 3)
+    assert server.most_at_once == 3 and len(run.messages) == 18 and run.first_idle_s is not None
+    order = [message.conversation for message in run.messages]
+    assert set(order[:3]) == {"0", "1", "2"} and "8" not in order[:6]
+
+
+def test_the_texts_are_those_of_the_seed_whoever_comes_first() -> None:
+    talks = [talk("a", (5, 2)), talk("b", (5, 2))]
+    one, other = Counting(), Counting()
+    chatted(one, talks, 1)
+    chatted(other, talks[::-1], 2)
+    assert sorted(prompt for prompt, _ in one.sent) == sorted(prompt for prompt, _ in other.sent)
+
+
+def test_a_conversation_ends_at_its_first_error_and_others_go_on() -> None:
+    run = chatted(Counting(fails=0), [talk("a", (5, 2), (5, 2)), talk("b", (5, 2), (5, 2))], 1)
+    assert [(message.conversation, bool(message.answer.error)) for message in run.messages] == [
+        ("a", True),
+        ("b", False),
+        ("b", False),
+    ]
+
+
+def test_hints_say_what_is_shared_what_goes_on_and_what_is_over() -> None:
+    server = Counting()
+    chatted(server, [talk("a", (5, 2), (5, 2), is_prefixed=True), talk("b", (5, 2))], 1, hints=True)
+    said = [read_marks(marks["kvpolicy"]).hints for _, marks in server.sent if marks]
+    assert said == [
+        Hints(LOAD.keep_s, pin_tokens=4, session="a"),
+        Hints(pin_tokens=4, session="a", ended=True),
+        Hints(session="b", ended=True),
+    ]
+    chatted(server := Counting(), [talk("a", (5, 2))], 1)
+    assert server.sent[0][1] is None
+
+
+def test_drawn_windows_fit_and_have_the_lengths_of_sharegpt() -> None:
+    load = ChatLoad(conversations=400, turns=4.0)
+    talks = drawn(load, 100_000, random.Random(0))
+    windows = sorted(
+        sum(turn.message_tokens + turn.answer_tokens for turn in talk.turns) - talk.turns[-1].answer_tokens
+        for talk in talks
+    )
+    assert 1_200 < windows[200] < 2_400, "the table's median is 1,739"
+    assert 2.0 < sum(len(talk.turns) for talk in talks) / 400 < 4.5
+    short = drawn(load, 600, random.Random(0))
+    assert all(talk.turns[0].message_tokens <= 600 for talk in short)
+    with pytest.raises(InputError, match="a context of 8 tokens is too short"):
+        drawn(load, 8, random.Random(0))
+
+
+def test_a_conversation_ends_where_the_context_does() -> None:
+    (cut,) = fitted([talk("a", (30, 20), (30, 20), (30, 20))], 120)
+    assert [turn.message_tokens for turn in cut.turns] == [30, 30]
+    (first,) = fitted([talk("a", (500, 20))], 120)
+    assert first.turns == (Turn(100, 20, 0.0),)
+    assert fitted([talk("a", (5, 5))], 1) == []
+
+
+def test_so_many_conversations_are_prefixed() -> None:
+    talks = [talk(str(number), (1, 1)) for number in range(8)]
+    for share in (0.0, 0.25, 0.5, 1.0):
+        assert sum(one.is_prefixed for one in prefixed(talks, share, random.Random(1))) == 8 * share
+
+
+def test_sessions_of_a_workload_become_conversations() -> None:
+    requests = [
+        Request(0.0, 10, 5, session="a"),
+        Request(0.0, 7, 3),
+        Request(1.0, 20, 6, session="a", think_s=2.5),
+        Request(1.0, 20, 6, session="late"),
+    ]
+    talks = of_requests(requests, 2, 0.0, random.Random(0))
+    assert [one.name for one in talks] == ["a", "request-1"]
+    assert talks[0].turns == (Turn(10, 5, 0.0), Turn(5, 6, 2.5)) and talks[1].turns == (Turn(7, 3, 0.0),)

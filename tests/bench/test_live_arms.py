@@ -1,0 +1,50 @@
+"""The arms of a bench over HTTP: how they are named, and what starts them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue
+from kvpolicy.settings import BenchTarget, ServerSettings
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.live_arms import arms_of
+
+
+@pytest.mark.parametrize(
+    ("arms", "flags", "problem"),
+    [
+        (("a=1",), (), "should be NAME or NAME=JSON"),
+        (("a={",), (), "should be NAME or NAME=JSON"),
+        (("a/b",), (), "a name of letters, digits"),
+        (("a", "a"), (), "twice by the same name"),
+        (('a={"hints": 1}',), (), '"hints" should be true or false'),
+        (('vllm={"order": "mlfq"}',), (), "takes no settings"),
+        (('a={"ordre": "mlfq"}',), (), "unknown key 'ordre'"),
+        ((), ("--port", "1"), "--port cannot be given"),
+    ],
+)
+def test_an_arm_that_cannot_be_read_is_named(
+    arms: tuple[str, ...], flags: tuple[str, ...], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    with pytest.raises(InputError, match=problem):
+        arms_of(BenchTarget("some/llm", arms, vllm_flags=flags))
+
+
+def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    settings = ServerSettings("always-swap", host_gib=2.0, order="mlfq")
+    arms = arms_of(BenchTarget("llm", ("vllm", "kvpolicy", 'las={"order": "las"}', "hints"), settings, ("--seed", "3")))
+    stock, plugin, las, hints = arms
+    assert "--kv-transfer-config" not in stock.command and stock.command[-2:] == ("--seed", "3")
+    assert '"order": "mlfq"' in plugin.command[-3] and '"host_gib": 2.0' in plugin.command[-3]
+    assert '"order": "las"' in las.command[-3] and '"host_gib": 2.0' in las.command[-3]
+    assert hints.command == plugin.command and hints.hints and not plugin.hints
+    assert [arm.name for arm in arms_of(BenchTarget("llm"))] == ["vllm", "kvpolicy"]
+    (alone,) = arms_of(BenchTarget("http://there:8000"))
+    assert alone.url == "http://there:8000" and not alone.command
+    with pytest.raises(WrongValue, match='JSON has "url" and "hints" alone'):
+        arms_of(BenchTarget("http://there:8000", ('a={"order": "mlfq"}',)))
+    with pytest.raises(InputError, match="runs already"):
+        arms_of(BenchTarget("http://there:8000", vllm_flags=("--seed", "3")))

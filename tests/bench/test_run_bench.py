@@ -1,0 +1,156 @@
+"""The bench over HTTP: arms in alternation, results that are resumed, tokens that are compared, errors that count.
+
+Its parts kvpolicy_vllm.bench.load_kinds, kvpolicy_vllm.bench.analytics_load and kvpolicy_vllm.bench.load_report are
+tried with it, as are the commands of kvpolicy.cli.bench.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.cli import main
+from kvpolicy.errors import InputError
+from kvpolicy.reporting.pipeline import report
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad
+from kvpolicy_vllm.bench import run_bench
+from tests.bench.live_http import Small, serving
+
+CHAT = ChatLoad(
+    chatters=(2,),
+    prefixed=(0.0, 0.5),
+    prefix_tokens=32,
+    conversations=6,
+    turns=2.0,
+    think_s=0.0,
+    rounds=2,
+    context_tokens=300,
+)
+ANALYTICS = AnalyticsLoad(prefix_tokens=(40, 80), texts=10, rounds=2, concurrency=3)
+WARM_UP = run_bench.WARM_UP_REQUESTS
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Small, Small, BenchTarget]]:
+    """Two servers, and a bench of both and of the second one with hints."""
+    one, other = Small(), Small()
+    with ExitStack() as stack:
+        url, second = (stack.enter_context(serving(small)) for small in (one, other))
+        arms = ("first", f'second={{"url": "{second}"}}', f'hints={{"url": "{second}"}}')
+        yield one, other, BenchTarget(url, arms)
+
+
+def test_a_chat_is_measured_by_arm_and_share(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
+    one, other, at = two
+    found = run_bench.bench(tmp_path, CHAT, at)
+    assert found.ok and found.arms == ["first", "second", "hints"]
+    assert [dict(cell) for cell in found.cells()] == [
+        {"chatters": 2, "prefixed": 0.0},
+        {"chatters": 2, "prefixed": 0.5},
+    ]
+    plain, shared = found.to_dict()["cells"]
+    for name in found.arms:
+        assert plain["arms"][name]["messages_s"] > 0 and plain["arms"][name]["ttft_s.mean"] > 0
+        assert plain["arms"][name]["hit_rate"] < shared["arms"][name]["hit_rate"] < 1
+    assert "messages_s second / first" in shared["ratios"]
+    tokens, different, _ = found.compared()
+    assert tokens > 100 and different == 0
+    said = [body for body in other.bodies if "kv_transfer_params" in body]
+    assert 2 * len(said) == len([body for body in other.bodies if body["cache_salt"] != "warm-up"])
+    assert not [body for body in one.bodies if "kv_transfer_params" in body]
+    assert "hit rate" in found.text() and "0 conversations differ" in found.text()
+
+
+def test_no_two_runs_share_a_cached_prefix(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
+    _, other, at = two
+    run_bench.bench(tmp_path, ANALYTICS, at)
+    salts = {body["cache_salt"] for body in other.bodies} - {"warm-up"}
+    assert len(salts) == 2 * 2 * 2, "by arm, cell and round"
+
+
+def test_an_analysis_finds_its_prefix(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
+    found = run_bench.bench(tmp_path, ANALYTICS, two[-1])
+    assert [dict(cell) for cell in found.cells()] == [{"prefix_tokens": 40}, {"prefix_tokens": 80}]
+    short, long = (cell["arms"]["first"] for cell in found.to_dict()["cells"])
+    assert 0.4 < short["hit_rate"] < long["hit_rate"] < 0.9
+    for run in found.results["runs"]:
+        assert run["requests"] == 10 and all(len(row["token_ids"]) == 2 for row in run["rows"])
+
+
+def test_what_has_been_run_is_not_repeated(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
+    one, _, at = two
+    before = run_bench.bench(tmp_path, ANALYTICS, at)
+    sent = len(one.bodies)
+    gone = next((tmp_path / "runs").glob("round-001-prefix_tokens-80-arm-first.json"))
+    gone.unlink()
+    after = run_bench.bench(tmp_path, ANALYTICS, at)
+    assert len(one.bodies) == sent + WARM_UP + 11, "the run that was missing, and no other"
+    repeated = [run for run in before.results["runs"] if run not in after.results["runs"]]
+    assert [(run["arm"], run["round"], run["cell"]) for run in repeated] == [("first", 1, {"prefix_tokens": 80})]
+    assert run_bench.bench(tmp_path, ANALYTICS, at).results == after.results
+    report([tmp_path], tmp_path / "page.html", tmp_path / "figures")
+    assert len(list((tmp_path / "figures").glob("*.png"))) == 2
+
+
+def test_a_folder_with_another_bench_is_refused(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
+    at = two[-1]
+    run_bench.take_up(tmp_path, {"kind": "chat", "load": {"rounds": 1}})
+    with pytest.raises(InputError, match=r"has a bench with other settings \(.*kind.*load.*\): give --out another"):
+        run_bench.bench(tmp_path, ANALYTICS, at)
+
+
+def test_errors_are_counted_by_name_and_arm(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
+    one, _, at = two
+    one.fault = {WARM_UP + 4: "status", WARM_UP + 6: "no end"}
+    found = run_bench.bench(tmp_path, ANALYTICS, at)
+    assert found.errors() == {"first: HTTP 503: the pool is full": 1, "first: the stream broke off": 1}
+    assert not found.ok and "errors: 1 x first: HTTP 503: the pool is full" in found.text()
+
+
+def test_tokens_that_differ_are_counted_with_how_close_it_was(
+    two: tuple[Small, Small, BenchTarget], tmp_path: Path
+) -> None:
+    one, other, at = two
+    other.wrong = True
+    found = run_bench.bench(tmp_path, CHAT, at)
+    tokens, different, gap = found.compared()
+    assert tokens > 0 and different == 2 * 2 * 2 * 6, "every conversation of both cells, rounds and arms"
+    assert gap == 0.25 and "at most 0.25 apart" in found.text()
+    asked = [body for body in one.bodies if not body.get("stream")]
+    streamed = {(tuple(body["prompt"]), body["max_tokens"]) for body in one.bodies if body.get("stream")}
+    for body in asked:  # the prompt and all but the last token of an answer, which differs
+        assert any(
+            body["prompt"][: len(prompt)] == list(prompt) and len(body["prompt"]) == len(prompt) + tokens - 1
+            for prompt, tokens in streamed
+        )
+
+
+def test_results_are_whole(tmp_path: Path) -> None:
+    run_bench.write(tmp_path / "a.json", {"a": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+    with pytest.raises(ValueError, match="JSON"):
+        run_bench.write(tmp_path / "a.json", {"a": float("nan")})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_commands_measure_and_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, prompt = tmp_path / "out", tmp_path / "prompt.json"
+    prompt.write_text("[1, 2, 3, 4]")
+    small = Small()
+    with serving(small) as url:
+        options = ["--prefix-tokens", "40", "--texts", "5", "--rounds", "2", "--concurrency", "2", "--seed", "3"]
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "analytics", url, "--out", str(out), *options, "--arm", "a", "--arm", "hints"])
+        assert ended.value.code == 0 and (out / "bench.html").exists()
+        assert "requests_s hints / a" in capsys.readouterr().out
+        with pytest.raises(SystemExit) as ended:
+            main(["warm", url, "--prompt", str(prompt), "--keep-s", "30"])
+        assert ended.value.code == 0 and "4 tokens, of which 0 were cached" in capsys.readouterr().out
+        small.fault = dict.fromkeys(range(len(small.bodies), 1000), "status")
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "chat", url, "--out", str(tmp_path / "chat"), "--context-tokens", "200"])
+        assert ended.value.code == 2 and "does not serve: HTTP 503: the pool is full" in capsys.readouterr().err

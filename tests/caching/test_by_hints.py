@@ -1,0 +1,230 @@
+"""Hints over caching policies: who stays, who goes first, and what every inner policy has to bear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
+from kvpolicy.caching.by_hints import REMEMBERED, STALE
+from kvpolicy.request_marks import ALL_TOKENS, NO_HINTS, HintLimits, Hints
+
+BLOCK = 16
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def hinted(capacity: int = 8, share: float = 0.5, each: float = 0.5) -> tuple[Hinted, Clock]:
+    clock = Clock()
+    return Hinted(Lru(capacity), clock, BLOCK, HintLimits(600.0, share, each)), clock
+
+
+def serve(policy: Hinted, chain: Sequence[str], hints: Hints = NO_HINTS, name: str = "default") -> list[str]:
+    """Ask for a window and store what is worth it; returns what was evicted."""
+    policy.asked(chain, policy.hits(chain))
+    if hints:
+        policy.hinted(chain, hints, name)
+    missing = [position for position in range(policy.wanted(chain, hints)) if chain[position] not in policy]
+    evicted = policy.evict(max(0, len(policy) + len(missing) - policy.capacity), frozenset(chain))
+    policy.stored(chain, missing[: policy.capacity - len(policy)])
+    return [str(key) for key in evicted]
+
+
+def test_a_kept_window_stays_until_its_time_is_over() -> None:
+    policy, clock = hinted(6)
+    serve(policy, "ab", Hints(keep_s=10.0))
+    assert serve(policy, "wxyz") == [] and serve(policy, "stu") == ["z", "y", "x"]
+    assert policy.hits("ab") == 2 and policy.held_blocks == 2
+    clock.now_s = 10.0
+    assert policy.held_blocks == 0
+    assert serve(policy, "mn") == ["b", "a"]
+
+
+def test_a_pin_is_of_whole_leading_blocks_and_outlasts_the_session() -> None:
+    policy, _ = hinted()
+    serve(policy, "abc", Hints(pin_tokens=2 * BLOCK + 5, session="s"))
+    assert policy.held_blocks == 2
+    serve(policy, "abcd", Hints(session="s", ended=True))
+    assert policy.evict(8, ()) == ["c"] and policy.hits("ab") == 2
+
+
+def test_a_pin_of_the_whole_prompt_is_cut_to_the_share_of_its_class() -> None:
+    policy, _ = hinted(12, share=0.5, each=0.25)
+    serve(policy, "abcdef", Hints(pin_tokens=ALL_TOKENS), "one")
+    assert policy.held_blocks == 3 and policy.counts.refused == 3
+    serve(policy, "uvwxyz", Hints(pin_tokens=ALL_TOKENS), "two")
+    assert policy.held_blocks == 6
+    serve(policy, "mn", Hints(pin_tokens=ALL_TOKENS), "three")
+    assert policy.held_blocks == 6 and policy.hits("abc") == 3 and policy.hits("uvw") == 3
+
+
+def test_of_a_class_the_holds_that_end_first_make_room() -> None:
+    policy, clock = hinted(8, share=0.5, each=0.5)
+    serve(policy, "abcd", Hints(keep_s=100.0))
+    clock.now_s = 1.0
+    serve(policy, "xy", Hints(keep_s=100.0))
+    assert policy.held_blocks == 4 and policy.counts.displaced == 2
+    assert set(policy.evict(8, ())) == {"c", "d"}, "the end of the older window"
+    serve(policy, "z", Hints(keep_s=1.0))
+    assert policy.hits("xy") == 2 and policy.counts.refused == 1, "a shorter hold does not displace a longer one"
+
+
+def test_what_is_not_repeated_is_not_stored_and_what_was_goes_first() -> None:
+    policy, _ = hinted()
+    once = Hints(once=True, pin_tokens=BLOCK)
+    assert policy.wanted("abc", once) == 1 and policy.wanted("abc", Hints(ended=True)) == 0
+    serve(policy, "abc", once)
+    assert policy.hits("abc") == 1 and policy.held_blocks == 1
+    serve(policy, "xy")
+    policy.asked("pq", 0)
+    policy.hinted("pq", Hints(once=True))
+    policy.stored("pq", [0, 1])  # a tier that stores it all the same
+    assert policy.evict(2, ()) == ["q", "p"], "before x and y, which are older"
+
+
+def test_a_block_that_is_asked_for_again_goes_first_no_longer() -> None:
+    policy, _ = hinted()
+    policy.asked("pq", 0)
+    policy.hinted("pq", Hints(once=True))
+    policy.stored("pq", [0, 1])
+    serve(policy, "xy")
+    serve(policy, "pq")
+    assert policy.evict(2, ()) == ["y", "x"]
+
+
+def test_the_end_of_a_session_frees_what_no_other_window_shares() -> None:
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    serve(policy, "abcd", Hints(keep_s=100.0, session="s"))
+    serve(policy, "abx", Hints(keep_s=100.0, session="t"))
+    serve(policy, "abcd", Hints(session="s", ended=True))
+    assert policy.evict(8, ()) == ["d", "c"]
+    assert policy.hits("abx") == 3
+
+
+def test_a_session_may_be_ended_by_another_prompt() -> None:
+    """A client need not send the whole window to say that it is over; nobody else's session is touched."""
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    serve(policy, "abcd", Hints(keep_s=100.0, session="s"), "one")
+    serve(policy, "q", Hints(session="s", ended=True), "two")
+    assert policy.held_blocks == 4
+    serve(policy, "q", Hints(session="s", ended=True), "one")
+    assert policy.held_blocks == 0 and policy.evict(2, ()) == ["d", "c"]
+
+
+def test_a_window_that_was_cut_frees_its_old_end() -> None:
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    serve(policy, "abcd", Hints(keep_s=100.0, session="s"))
+    serve(policy, "abz", Hints(keep_s=100.0, session="s"))
+    assert policy.evict(8, ()) == ["d", "c"] and policy.hits("abz") == 3
+
+
+def test_whoever_is_protected_does_not_go_first_either() -> None:
+    policy, _ = hinted()
+    serve(policy, "pq", Hints(session="s"))
+    serve(policy, "pq", Hints(session="s", ended=True))
+    assert policy.evict(2, {"q"}) == ["p"] and policy.evict(2, ()) == ["q"]
+
+
+def test_a_block_that_is_lost_is_held_no_longer() -> None:
+    policy, _ = hinted()
+    serve(policy, "ab", Hints(keep_s=10.0))
+    policy.lost("b")
+    assert policy.held_blocks == 1
+    serve(policy, "abxy")
+    assert policy.evict(8, ()) == ["y", "x", "b"]
+
+
+def test_a_block_that_another_window_continues_stays_though_ones_own_next_one_is_not_there() -> None:
+    policy, _ = hinted()
+    serve(policy, "ax")
+    policy.asked("ab", 1)
+    policy.hinted("ab", Hints(session="s", ended=True))
+    serve(policy, "z")
+    assert policy.evict(1, ()) == ["x"], "the least recently used, and not a"
+
+
+def test_memory_is_bounded_however_often_a_hint_is_repeated() -> None:
+    policy, clock = hinted()
+    serve(policy, "a", Hints(keep_s=600.0))  # it ends before all that are extended, which stay below it in the heap
+    for _ in range(500):
+        clock.now_s += 1.0
+        serve(policy, "xyz", Hints(keep_s=600.0, session="s"))
+    assert policy.held_blocks == 4 and all(len(heap) <= STALE * 16 + 1 for heap in policy._holds._heaps.values())
+
+
+def test_without_a_share_nothing_is_held() -> None:
+    policy, _ = hinted()
+    policy = Hinted(Lru(4), Clock(), BLOCK, HintLimits.parse("none"))
+    serve(policy, "ab", Hints(keep_s=10.0))
+    assert policy.held_blocks == 0 and policy.evict(2, ()) == ["b", "a"]
+
+
+LIMITS = HintLimits(50.0, 0.6, 0.4)
+PATHS = st.text("ab", min_size=1, max_size=6)
+HINTS = st.builds(
+    Hints,
+    st.none() | st.floats(0.1, 100.0),
+    st.booleans(),
+    st.sampled_from((0, 1, BLOCK, 3 * BLOCK, ALL_TOKENS)),
+    st.none() | st.sampled_from("st"),
+    st.booleans(),
+)
+STEPS = st.lists(
+    st.tuples(
+        PATHS, HINTS | st.just(NO_HINTS), st.sampled_from(("one", "two", "three")), st.floats(0, 30), st.booleans()
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS)
+def test_over_any_policy(
+    kind: Callable[[int], CachingPolicy], steps: list[tuple[str, Hints, str, float, bool]]
+) -> None:
+    """The capacity holds, whoever is protected or held back stays, holds are within their bounds and end with their
+    time, and memory is bounded."""
+    clock = Clock()
+    policy = Hinted(kind(8), clock, BLOCK, LIMITS)
+    there: set[str] = set()
+    for path, hints, name, pause_s, is_lost in steps:
+        clock.now_s += pause_s
+        chain = [path[:length] for length in range(1, len(path) + 1)]
+        policy.asked(chain, policy.hits(chain))
+        policy.hinted(chain, hints, name)
+        held = {key for key in there if key in policy._holds}
+        assert all(policy._holds._of[key].until_s > clock.now_s for key in policy._holds._of)
+        missing = [position for position in range(policy.wanted(chain, hints)) if chain[position] not in policy]
+        gone = policy.evict(max(0, len(policy) + len(missing) - policy.capacity), frozenset(chain))
+        assert set(gone) <= there and len(set(gone)) == len(gone)
+        assert not set(gone) & set(chain) and not set(gone) & held
+        policy.stored(chain, missing[: policy.capacity - len(policy)])
+        there = {key for key in there | set(chain) if key in policy}
+        assert len(there) == len(policy) <= policy.capacity
+        if is_lost and there:
+            policy.lost(min(there))
+            there.remove(min(there))
+        check_bounds(policy, there)
+    clock.now_s += LIMITS.keep_s
+    assert policy.held_blocks == 0 and not policy._holds._heaps
+    assert set(policy.evict(8, ())) == there and not policy._first and not policy._parent and not policy._children
+
+
+def check_bounds(policy: Hinted, there: set[str]) -> None:
+    holds = policy._holds
+    assert len(holds) <= 4 and all(holds.of_class(name) <= 3 for name in ("one", "two", "three"))
+    assert sum(holds._held_by.values()) == len(holds)
+    assert all(len(heap) <= STALE * 16 + 1 for heap in holds._heaps.values())
+    assert set(policy._first) <= there and not set(policy._first) & set(holds._of)
+    assert len(policy._unwanted) <= policy.capacity and set(policy._parent) == there
+    assert policy._session_blocks == sum(map(len, policy._sessions.values())) <= REMEMBERED * policy.capacity

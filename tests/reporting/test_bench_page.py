@@ -1,0 +1,66 @@
+"""The page of a bench over HTTP, from what one writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy.errors import InputError
+from kvpolicy.reporting.bench_page import BINS, binned
+from kvpolicy.reporting.pipeline import report
+
+ARMS = ("vllm", "kvpolicy")
+
+
+def run(arm: str, round_: int, prefixed: float, rate: float) -> dict[str, Any]:
+    latency = {"mean": 1.0 / rate, "p50": 0.5, "p99": 2.0}
+    return {
+        "cell": {"chatters": 2, "prefixed": prefixed}, "round": round_, "arm": arm, "messages_s": rate,
+        "ttft_s": latency, "e2e_s": latency, "hit_rate": 0.5, "errors": {"HTTP 503: <full>": 2} if prefixed else {},
+        "lookups": [[0.0, 0.0, 0.0], [5.0, 100.0, 10.0], [10.0, 200.0, 90.0]],
+    }  # fmt: skip
+
+
+def bench(folder: Path) -> Path:
+    runs = [
+        run(arm, round_, share, 1.0 + number + 0.1 * round_)
+        for number, arm in enumerate(ARMS)
+        for round_ in range(2)
+        for share in (0.0, 0.5)
+    ]
+    differs = {"kvpolicy": {"tokens": 70, "different": [{"gap": 1e-5}, {"gap": None}]}}
+    values = {
+        "kind": "chat", "target": "llm", "model": "small", "runs": runs, "comparisons": [{"tokens": differs}],
+        "arms": [{"name": name, "url": "", "command": ["serve", "llm"], "hints": False} for name in ARMS],
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_a_page_shows_the_bench(tmp_path: Path) -> None:
+    folder = bench(tmp_path / "a")
+    report([folder], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("<svg") == 5 and "hit rate over the run, 2 people" in text and "serve llm" in text
+    assert "messages per second, kvpolicy over vllm: 1.95" in text
+    assert "70 tokens compared, 2 conversations differ, where the two best log-probabilities are at most 1e-05" in text
+    assert "2 x HTTP 503: &lt;full&gt;" in text
+
+
+def test_what_is_no_bench_is_named(tmp_path: Path) -> None:
+    folder = bench(tmp_path / "a")
+    with pytest.raises(InputError, match="a page shows one bench"):
+        report([folder, folder], tmp_path / "page.html")
+    (folder / "bench.json").write_text("{}")
+    with pytest.raises(InputError, match=r"bench.json: is not what `kvpolicy bench` writes"):
+        report([folder], tmp_path / "page.html")
+
+
+def test_a_hit_rate_over_the_run_is_that_of_each_part_of_its_time() -> None:
+    rates = binned([run("vllm", 0, 0.0, 1.0), run("vllm", 1, 0.0, 1.0)])
+    assert len(rates) == BINS and rates[BINS // 2] == 0.1 and rates[-1] == 0.8
+    assert rates[1] is None

@@ -1,0 +1,61 @@
+"""`kvpolicy warm`: what it sends, what it says was stored, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.errors import InputError
+from kvpolicy.prefix_store import read_messages, read_prompt, warm
+from tests.bench.live_http import Small, serving
+
+
+def test_a_prompt_is_stored_and_pinned() -> None:
+    small = Small()
+    with serving(small) as url:
+        first = warm(f"{url}/v1", list(range(1, 41)), keep_s=60.0, class_name="chat")
+        again = warm(url, list(range(1, 41)))
+    assert (first.prompt_tokens, first.found_before, first.found_after) == (40, 0, 40)
+    assert again.found_before == 40 and first.first_s > 0
+    body = small.bodies[0]
+    assert body["max_tokens"] == 1
+    assert body["kv_transfer_params"] == {"kvpolicy": {"class": "chat", "keep_s": 60.0, "pin": True}}
+    assert first.to_dict()["grown"] == {"vllm:kvpolicy_decisions_total": 4}
+    assert "40 tokens, of which 0 were cached; 40 were computed" in first.text() and "found 40 of them" in first.text()
+
+
+def test_messages_end_where_they_do() -> None:
+    small = Small()
+    with serving(small) as url:
+        found = warm(url, messages=[{"role": "system", "content": "be kind and be brief"}])
+    assert found.prompt_tokens == 5 and small.bodies[0]["add_generation_prompt"] is False
+
+
+def test_a_server_that_refuses_is_quoted() -> None:
+    with serving(Small({0: "status"})) as url, pytest.raises(InputError, match=r"answers 503: .*the pool"):
+        warm(url, "a text")
+    with pytest.raises(InputError, match="cannot be reached"):
+        warm(url, "a text")
+    with pytest.raises(InputError, match="is no URL"):
+        warm("localhost", "a text")
+    with pytest.raises(InputError, match="give one of the two"):
+        warm(url)
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    text, ids, messages = tmp_path / "a.txt", tmp_path / "a.json", tmp_path / "m.json"
+    text.write_text("a text")
+    ids.write_text("[1, 2]")
+    messages.write_text(json.dumps([{"role": "system", "content": "a"}]))
+    assert read_prompt(text) == "a text" and read_prompt(ids) == [1, 2]
+    assert read_messages(messages) == [{"role": "system", "content": "a"}]
+    with pytest.raises(InputError, match=r"m.json: should be a JSON list of token ids"):
+        read_prompt(messages)
+    with pytest.raises(InputError, match=r"a.json: should be a JSON list of objects"):
+        read_messages(ids)
+    with pytest.raises(InputError, match=r"a.txt: is not JSON"):
+        read_messages(text)
+    with pytest.raises(InputError, match="cannot be read as text"):
+        read_prompt(tmp_path / "none.txt")

@@ -1,0 +1,72 @@
+"""`kvpolicy bench` and `kvpolicy warm` on real servers of the small model, with and without the plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpolicy import integrations
+from kvpolicy.prefix_store import warm
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, ServerSettings
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.exactness import TIE_GAP
+from kvpolicy_vllm.bench.live_server import LiveServer
+from kvpolicy_vllm.bench.load_report import LoadReport
+from tests.vllm import harness
+
+FLAGS = (
+    "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "512",
+    "--num-gpu-blocks-override", "48", "--served-model-name", "small",
+)  # fmt: skip
+SETTINGS = ServerSettings("always-swap", host_gib=0.1, order="mlfq:base=16")
+"""An order other than vLLM's, under which what requests say of themselves is read."""
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in harness.environment(multiprocess=True).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path) -> None:
+    """Every message is answered by its full length, with the same tokens, and its hints are read."""
+    load = ChatLoad(
+        chatters=(3,),
+        prefixed=(0.5,),
+        prefix_tokens=96,
+        conversations=5,
+        turns=2.0,
+        think_s=0.1,
+        rounds=1,
+        context_tokens=400,
+    )
+    found = integrations.bench(tmp_path, load, BenchTarget(model, ("vllm", "hints"), SETTINGS, FLAGS))
+    assert isinstance(found, LoadReport) and found.ok, found.text()
+    tokens, different, gap = found.compared()
+    assert tokens > 100 and (not different or (gap is not None and gap < TIE_GAP)), found.text()
+    by_arm = {run["arm"]: run for run in found.results["runs"]}
+    for run in by_arm.values():
+        assert run["messages"] == len(run["rows"]) >= 5
+        assert 0.1 < run["hit_rate"] < 1, "later turns find what earlier ones computed"
+    assert "vllm:kvpolicy_invalid_marks_total" not in by_arm["hints"]["counters"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_machine")
+def test_an_analysis_and_a_warmed_prefix(model: str, tmp_path: Path) -> None:
+    command = launch.serve_command(model, launch.options(SETTINGS), FLAGS)
+    with LiveServer(command, tmp_path / "log") as server:
+        found = integrations.bench(
+            tmp_path / "out",
+            AnalyticsLoad(prefix_tokens=(96,), texts=20, rounds=2, concurrency=4),
+            BenchTarget(server.url, ("kvpolicy", "hints")),
+        )
+        assert isinstance(found, LoadReport) and found.ok, found.text()
+        assert all(run["hit_rate"] > 0.5 for run in found.results["runs"])
+        warmed = warm(server.url, " ".join(["a shared beginning"] * 40), keep_s=30.0)
+        assert warmed.found_before == 0 and 0.7 * warmed.prompt_tokens < warmed.found_after <= warmed.prompt_tokens
+        assert not warmed.refused
+        too_long = warm(server.url, messages=[{"role": "system", "content": "be brief " * 20}], keep_s=9000.0)
+        assert too_long.refused == 1 and "refused or cut" in too_long.text()
