@@ -59,7 +59,7 @@ Outcomes = Callable[[str], list[dict[str, Any]]]
         pytest.param((INSTALLED, MANY), marks=pytest.mark.slow),
         pytest.param(("0.33.0", MANY), marks=pytest.mark.slow),
     ],
-    ids=["few", "many", "many on 0.33"],
+    ids=["few", "many", "many on 0.33.0"],
 )
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Of all schedules here, run in one process for each version."""
@@ -72,6 +72,11 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return lambda layers: [by_setup[repr(setup)] for setup in drawn[layers]]
 
 
+@pytest.mark.feature("several KV cache groups")
+@pytest.mark.feature("an order of service over several KV cache groups")
+@pytest.mark.feature("priority scheduling over several KV cache groups")
+@pytest.mark.feature("resets of the prefix cache")
+@pytest.mark.feature("pauses and sleep")
 @pytest.mark.soak
 @pytest.mark.parametrize("layers", FAMILIES)
 def test_drawn_schedules_of_every_family_are_clean(layers: str, outcomes: Outcomes) -> None:

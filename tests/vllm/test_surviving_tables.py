@@ -60,6 +60,7 @@ def victims(model: str, folder: Path, layers: str, blocks: int) -> list[Victim]:
     ]
 
 
+@pytest.mark.feature("several KV cache groups")
 @pytest.mark.parametrize(("layers", "blocks"), [("full-window", 90), ("full-states", 130)])
 def test_what_is_findable_at_a_preemption_is_found_whole_or_not_at_all(
     layers: str, blocks: int, model: str, tmp_path: Path
