@@ -54,8 +54,7 @@ def marked(name: str) -> Any:
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """A family's name, its model, and a small profile of it."""
     name, folder = request.param, tmp_path_factory.mktemp("measured")
-    if families.FAMILIES[name].dtype == "bfloat16" and not families.has_bfloat16():
-        pytest.skip("vLLM's CPU build computes this family in bfloat16 alone, which this machine cannot")
+    families.skip_unless_served(families.FAMILIES[name])
     llm = families.make(name, folder / "model")
     arguments = Rig.engine_arguments
 

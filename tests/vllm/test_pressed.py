@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vllm import families, features, harness
+from tests.vllm.versions import skip_before_tables
 
 ENGINE = {
     "max_model_len": 512, "max_num_seqs": 12, "num_gpu_blocks_override": 240, "max_num_batched_tokens": 128,
@@ -34,6 +35,7 @@ def pressed(
 ) -> dict[str, Any]:
     """``model``: the family's, where it was made before."""
     kind = (families.PLAIN | families.FAMILIES)[family]
+    families.skip_unless_served(kind)
     llm = model or families.make(family, folder / "model")
     job = {
         "scenario": "pressed", "model": str(llm), "requests": asked, "seed": 3,
@@ -86,8 +88,6 @@ def test_no_copy_made_under_one_adapter_is_loaded_under_another(tmp_path: Path) 
 @pytest.mark.parametrize("family", [*map(marked, ROUNDED)])
 def test_a_family_of_bfloat16_under_pressure(family: str, tmp_path: Path) -> None:
     """What is said depends on the batch there, so only that every request says as much, and leaves nothing."""
-    if not families.computed_here(families.FAMILIES[family]):
-        pytest.skip("vLLM's CPU build computes this family in bfloat16 alone, which this machine cannot")
     asked = requests(16)
     result = pressed(family, asked, {}, tmp_path)
     assert_eventful(result)
@@ -122,6 +122,7 @@ def test_two_ranks_under_pressure(family: str, tmp_path: Path) -> None:
     ],
 )
 def test_drafts_under_pressure(name: str, tmp_path: Path) -> None:
+    skip_before_tables("speculation is")
     feature = features.ENGINES[name]
     model = families.make(feature.family, tmp_path / "model")
     prepared = feature.prepare(tmp_path, model) if feature.prepare else {}

@@ -17,8 +17,12 @@ from vllm import SamplingParams
 from kvpolicy import trace as traces
 from tests.vllm import alone, harness
 from tests.vllm.test_same_schedule import BASE
+from tests.vllm.versions import before_tables
 
-pytestmark = pytest.mark.scheduler
+pytestmark = [
+    pytest.mark.scheduler,
+    pytest.mark.skipif(before_tables(), reason="several block tables are served from 0.32 on"),
+]
 
 REQUESTS = 150
 
