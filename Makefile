@@ -28,7 +28,7 @@ VLLM ?= 0.24.0
 WITHOUT_CPU_BUILD = 0.33.0
 RECORDED = -p tests.feature_record
 # Tests with vLLM's scheduler in their own process: for these a version's sources take the place of the installed one.
-IN_PROCESS = $(addprefix tests/vllm/test_,table_admission.py admission.py ordering.py surviving_tables.py)
+IN_PROCESS = $(addprefix tests/vllm/test_,table_admission.py surviving_tables.py)
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
 WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm
