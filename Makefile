@@ -27,6 +27,8 @@ SOAK_FLAGS ?=
 VLLM ?= 0.24.0
 WITHOUT_CPU_BUILD = 0.33.0
 RECORDED = -p tests.feature_record
+# Tests with vLLM's scheduler in their own process: for these a version's sources take the place of the installed one.
+IN_PROCESS = $(addprefix tests/vllm/test_,table_admission.py surviving_tables.py)
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
 WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm
@@ -110,7 +112,10 @@ test-build: .venv-$(VLLM)/.made
 
 test-sources: .venv/.made
 	.venv/bin/python tools/vllm_sources.py .vllm-sources $(VLLM)
-	$(WITH_VLLM) -m scheduler -k "$(VLLM)" --durations=25 $(RECORDED) $(PYTEST_FLAGS)
+	$(WITH_VLLM) -m scheduler -k "$(VLLM)" --durations=25 $(RECORDED) $(PYTEST_FLAGS) $(NOTHING_FOUND)
+	KVPOLICY_VLLM_SOURCE="$(CURDIR)/.vllm-sources/$(VLLM)" \
+	PYTHONPATH="$(CURDIR)/.vllm-sources/$(VLLM)$${PYTHONPATH:+:$$PYTHONPATH}" \
+	.venv/bin/python -m pytest $(IN_PROCESS) -m scheduler --durations=10 $(RECORDED) $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 features: .venv/.made
 	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest -m "feature and not slow" $(RECORDED) $(PYTEST_FLAGS)

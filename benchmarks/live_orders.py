@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from live_pairs import BLOCK_SIZE, CONTEXT_TOKENS, EXTENT, MIN_PRICE_RATIO, SCALE, SHAPE
+from live_pairs import BLOCK_SIZE, CONTEXT_TOKENS, EXTENT, MIN_PRICE_RATIO, SCALE, SHAPE, compared
 from matrix_bars import MET, Verdict
 from matrix_poisson import middle_rate
 
@@ -46,7 +46,7 @@ from kvpolicy.trace import read
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Request, Workload, all_at_once
 from kvpolicy_vllm.bench.engine_process import EngineProcess
-from kvpolicy_vllm.bench.exactness import Comparison, compare
+from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
 from kvpolicy_vllm.bench.run_profile import profile
 
@@ -256,14 +256,7 @@ class Bench:
                 for name, run in runs.items():
                     found.runs.append((start, name, run))
                     if name != STOCK:
-                        found.comparison += self._compared(arms, work, runs[STOCK], run)
-
-    @staticmethod
-    def _compared(arms: Arms, work: Workload, reference: Run, run: Run) -> Comparison:
-        if reference.tokens == run.tokens:
-            return Comparison(run.output_tokens)
-        gaps = arms.serve(STOCK, work, -1, gaps=True).gaps
-        return compare(reference.tokens, gaps, run.tokens, f"seed {work.seed}, {run.arm}")
+                        found.comparison += compared(arms, work, runs[STOCK], run)
 
 
 def table(found: Found) -> list[str]:

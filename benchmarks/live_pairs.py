@@ -222,7 +222,7 @@ class Bench:
                 began_s = time.monotonic()
                 work = self._workload(self._options.seed * 1000 + len(figures.pairs))
                 runs = {name: arms.serve(name, work, start) for name in rng.sample(arms.names, 2)}
-                figures.comparison += self._compared(arms, work, runs)
+                figures.comparison += compared(arms, work, runs[STOCK], runs[LEARNED])
                 figures.pairs.append(
                     Pair(
                         start,
@@ -238,12 +238,13 @@ class Bench:
                     )
                 )
 
-    def _compared(self, arms: Arms, work: Workload, runs: dict[str, Run]) -> Comparison:
-        """Where tokens differ, the workload is served once more, for how near the best token's rival was."""
-        reference, other = runs[STOCK].tokens, runs[LEARNED].tokens
-        if reference == other:
-            return Comparison(runs[STOCK].output_tokens)
-        return compare(reference, arms.serve(STOCK, work, -1, gaps=True).gaps, other, f"seed {work.seed}")
+
+def compared(arms: Arms, work: Workload, reference: Run, other: Run) -> Comparison:
+    """Where tokens differ, unmodified vLLM serves the workload once more, for how near the best token's rival was."""
+    if reference.tokens == other.tokens:
+        return Comparison(reference.output_tokens)
+    gaps = arms.serve(STOCK, work, -1, gaps=True).gaps
+    return compare(reference.tokens, gaps, other.tokens, f"seed {work.seed}, {other.arm}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

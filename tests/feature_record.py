@@ -41,11 +41,12 @@ def installed_version() -> str:
 
 
 def version_of(item: pytest.Item) -> str:
-    """The version that the test ran on: one of its parameters, else the installed one."""
+    """The version that the test ran on: one of its parameters, or of a parameter's parts; else the installed one."""
     for value in getattr(getattr(item, "callspec", None), "params", {}).values():
-        found = VERSION.fullmatch(value) if isinstance(value, str) else None
-        if found:
-            return found[1]
+        for part in value if isinstance(value, tuple) else (value,):
+            found = VERSION.fullmatch(part) if isinstance(part, str) else None
+            if found:
+                return found[1]
     return installed_version() if item.get_closest_marker("engine") else WITHOUT_VLLM
 
 

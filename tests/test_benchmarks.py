@@ -531,6 +531,36 @@ def test_live_pairs_refuses_what_cannot_be(wrong: tuple[str, str], said: str) ->
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_live_windows_compares_a_swap_with_every_baseline() -> None:
+    """By start of the engines; a run that swapped nothing shows nothing."""
+    code = """
+from live_windows import DENSE, STOCK, SWAP, Comparison, Found, Request, Run, blocks_of
+def found(price_ratio, moved_bytes):
+    seconds = {STOCK: 4.0, DENSE: 3.0, SWAP: 2.0}
+    runs = [(start, Run(arm, start, made * (1 + start / 50), (0.5,), ((0.1,),), ((1, 2),), (),
+                        {"recompute": 0, "swap": 3 * (arm == SWAP)}, 0, moved_bytes, made))
+            for start in range(3) for arm, made in seconds.items()]
+    return Found(price_ratio, "", 9, runs, Comparison(10))
+one = found(0.3, 8)
+print(one.arms, [round(one.ratio("CPU time", SWAP, over).value, 4) for over in (STOCK, DENSE)], one.missed())
+print(found(0.1, 0).missed())
+print([blocks_of(Request(0.0, 20, tokens)) for tokens in (12, 44, 108, 300)])
+"""
+    pytest.importorskip("torch")
+    first, second, third = in_benchmarks(code).splitlines()
+    assert first == "['vllm', 'retention None', 'always-swap'] [0.5, 0.6667] []"
+    assert "'p / d is 0.1, should be at least 0.2', 'always-swap swapped nothing" in second
+    assert third == "[2, 4, 7, 13]"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [(("--requests", "0"), "--requests is 0"), (("--minutes", "-1"), "--minutes is -1.0")]
+)
+def test_live_windows_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
+    done = run("live_windows.py", "--out", "unused", *wrong)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
 def test_orders_study_prints_what_the_figures_belong_to(tmp_path: Path) -> None:
     asked = ("--machine", "H100-SXM", "--requests", "40", "--kv-blocks", "4000", "--seeds", "2", "--load", "1.2")
     written = tmp_path / "study.json"

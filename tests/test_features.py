@@ -69,9 +69,9 @@ MARKED = """
 import pytest
 
 @pytest.mark.feature("shown")
-@pytest.mark.parametrize("version", ["0.30.0", "0.31.0"])
+@pytest.mark.parametrize("version", ["0.30.0", ("0.31.0", 4)])
 def test_of_versions(version):
-    assert version != WRONG
+    assert version != WRONG and version[0] != WRONG
 
 @pytest.mark.feature("turned down", refused=True)
 def test_of_none():

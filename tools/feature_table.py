@@ -31,6 +31,9 @@ NOT_TESTED = {
     "multimodal models": "but those of the table, with pictures: served",
     "SimpleCPUOffloadConnector": "does not start on a CPU; served with a warning beside kvpolicy's",
     "Mooncake, MoRIIO, FlexKV, HF3FS and other connectors": "served with a warning beside kvpolicy's",
+    "asynchronous scheduling in a real engine": "vLLM's CPU build has none: only its scheduler is driven",
+    "every token under pressure in bfloat16": "what is said depends on the batch; one request alone is compared",
+    "Gemma 4, Qwen 3.5, Kimi, GLM": "no test has their configurations; what is served is decided by their layers",
     "vLLM 0.33 in a real engine": "it has no CPU build: only its scheduler is driven, with made-up workers",
 }
 """What no test here runs, and why."""

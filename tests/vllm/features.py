@@ -108,11 +108,11 @@ ENGINES: dict[str, Feature] = {
     "fp8 KV cache, windows": Feature("gpt-oss", {"kv_cache_dtype": "fp8"}, slow=True),
     "MoE, Mixtral": Feature("mixtral"),
     "MoE, Qwen 3": Feature("qwen3-moe", slow=True),
-    "speculation, ngram": Feature("llama", of_ngrams(), slow=True, drafts=True, tolerance=PADDED),
-    "speculation, ngram, windows": Feature("gpt-oss", of_ngrams(), slow=True, drafts=True, tolerance=PADDED),
-    "speculation, draft model": Feature("llama", prepare=itself_as_drafter, drafts=True),
-    "speculation, EAGLE": Feature("llama", prepare=eagle_head, slow=True, drafts=True),
-    "speculation, MTP": Feature("qwen2", prepare=further_layer, slow=True, drafts=True),
+    "speculation by ngram": Feature("llama", of_ngrams(), slow=True, drafts=True, tolerance=PADDED),
+    "speculation by ngram, windows": Feature("gpt-oss", of_ngrams(), slow=True, drafts=True, tolerance=PADDED),
+    "speculation by a draft model": Feature("llama", prepare=itself_as_drafter, drafts=True),
+    "speculation by EAGLE": Feature("llama", prepare=eagle_head, slow=True, drafts=True),
+    "speculation by MTP": Feature("qwen2", prepare=further_layer, slow=True, drafts=True),
 }
 """By name; up to the first comma it is that of the support matrix."""
 

@@ -48,6 +48,7 @@ def bytes_of_a_block(llm: str) -> int:
     return int(2 * config["num_hidden_layers"] * width * 4 * BLOCK_SIZE)
 
 
+@pytest.mark.feature("kvpolicy check")
 def test_a_model_that_is_served(process: EngineProcess, model: str) -> None:
     found = asked(process, model, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--port", "8001")
     layers = json.loads((Path(model) / "config.json").read_text())["num_hidden_layers"]

@@ -12,13 +12,19 @@ from tests.vllm.test_same_schedule import BASE
 from tests.vllm.test_symbolic import assert_right, with_tables
 from tests.vllm.versions import source_or_skip
 
-pytestmark = [pytest.mark.scheduler, pytest.mark.feature("speculation")]
+pytestmark = pytest.mark.scheduler
 
 SEEDS = range(1, 4)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param("ngram", marks=pytest.mark.feature("speculation by ngram")),
+        pytest.param("draft_model", marks=pytest.mark.feature("speculation by a draft model")),
+    ],
+)
 @with_tables
 def test_every_position_is_right_beside_drafts(
     version: str, drafter: str, prefix_caching: bool, model: str, tmp_path: Path

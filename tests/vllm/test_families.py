@@ -40,8 +40,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """All cases of a family in one engine."""
     name, folder = request.param, tmp_path_factory.mktemp("family")
     family = families.FAMILIES[name]
-    if not families.computed_here(family):
-        pytest.skip("vLLM's CPU build computes this family in bfloat16 alone, which this machine cannot")
+    families.skip_unless_served(family)
     # Where vLLM computes each prompt whole there is no preemption in a prefill.
     chunks = {"max_num_batched_tokens": 64 if family.chunks else 512}
     job = {

@@ -14,6 +14,7 @@ from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm.check import check
 from tests.vllm import families, features, harness
 from tests.vllm.test_families import CASES, ENGINE, INSIDE, LATER, OUTPUT, SWAPPED, asked
+from tests.vllm.versions import skip_before_tables
 
 KV_BLOCKS_OF_ONE = {"num_gpu_blocks_override": 11, "max_model_len": 320}
 """Memory for one request of the greatest length: what vLLM keeps free for drafted tokens is not there."""
@@ -30,6 +31,9 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name, folder = request.param, tmp_path_factory.mktemp("feature")
     feature = features.ENGINES[name]
     family = (families.PLAIN | families.FAMILIES)[feature.family]
+    families.skip_unless_served(family)
+    if feature.drafts:
+        skip_before_tables("speculation is")
     model = families.make(feature.family, folder / "model")
     prepared = feature.prepare(folder, model) if feature.prepare else {}
     drafts = KV_BLOCKS_OF_ONE if prepared else {}
@@ -117,8 +121,7 @@ def test_what_a_model_drafts_for_itself_is_accepted(result: dict[str, Any]) -> N
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     """Each with its own part of every block. Latent KV is the same on both: one saves it, and both load it."""
     family = (families.PLAIN | families.FAMILIES)[name]
-    if not families.computed_here(family):
-        pytest.skip("vLLM's CPU build computes this family in bfloat16 alone, which this machine cannot")
+    families.skip_unless_served(family)
     swapped = [case for case in SWAPPED if family.chunks or case != "in its prefill"]
     chunks = {"max_num_batched_tokens": 64 if family.chunks else 512}
     job = {

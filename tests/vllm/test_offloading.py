@@ -15,6 +15,8 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from kvpolicy_vllm.offloading import CostCachePolicy
 from tests.caching.test_by_cost import conversations
 
+pytestmark = pytest.mark.scheduler
+
 OURS = ("CostCachePolicy", "kvpolicy_vllm.offloading")
 CHUNK_TOKENS = 64
 

@@ -44,6 +44,7 @@ def as_on_a_server(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_ranks
 
 
+@pytest.mark.feature("a profile of a server with its flags")
 def test_the_engine_is_the_servers(model: str, tmp_path: Path) -> None:
     """Block size and length from a file of vLLM's; the second part is not begun, since the time is over by then."""
     file, out, passed_s = tmp_path / "server.yaml", tmp_path / "trace", [0.0]
@@ -90,6 +91,7 @@ def kvpolicy(*arguments: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.feature("a profile of two ranks")
 def test_two_ranks_from_nothing_to_a_learned_policy(
     model: str, tmp_path: Path, as_on_a_server: Callable[[int], None]
 ) -> None:

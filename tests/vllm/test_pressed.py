@@ -1,5 +1,6 @@
 """Under memory pressure, with drawn actions, priorities, aborts, forced preemptions and resets, every request of every
-family says what it says alone, and nothing is left behind. Real engines, in float32."""
+family says what it says alone, and nothing is left behind. Real engines, in float32; in bfloat16 texts depend on the
+batch."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 
 from tests.vllm import families, features, harness
+from tests.vllm.versions import skip_before_tables
 
 ENGINE = {
     "max_model_len": 512, "max_num_seqs": 12, "num_gpu_blocks_override": 240, "max_num_batched_tokens": 128,
     "scheduling_policy": "priority",
 }  # fmt: skip
-EXACT = {name: family for name, family in families.FAMILIES.items() if family.dtype == "float32"}
+EXACT = [name for name, family in families.FAMILIES.items() if family.dtype == "float32"]
+ROUNDED = [name for name in families.FAMILIES if name not in EXACT]
 
 
 def requests(seed: int) -> list[dict[str, Any]]:
@@ -22,18 +25,33 @@ def requests(seed: int) -> list[dict[str, Any]]:
     return [request | {"priority": i % 3} for i, request in enumerate(drawn)]
 
 
-def pressed(family: str, asked: list[dict[str, Any]], engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+def pressed(
+    family: str,
+    asked: list[dict[str, Any]],
+    engine: dict[str, Any],
+    folder: Path,
+    model: Path | None = None,
+    order: str = "fcfs",
+) -> dict[str, Any]:
+    """``model``: the family's, where it was made before."""
     kind = (families.PLAIN | families.FAMILIES)[family]
+    families.skip_unless_served(kind)
+    llm = model or families.make(family, folder / "model")
     job = {
-        "scenario": "pressed", "model": str(families.make(family, folder / "model")), "requests": asked, "seed": 3,
+        "scenario": "pressed", "model": str(llm), "requests": asked, "seed": 3,
         "gaps": True, "engine": ENGINE | kind.engine | {"enable_prefix_caching": True, "dtype": kind.dtype} | engine,
-        "plugin": harness.plugin("random:0.7"),
+        "plugin": harness.plugin("random:0.7", order=order),
     }  # fmt: skip
-    return harness.run(job, folder)
+    return harness.run(job, folder, workers=engine.get("tensor_parallel_size", 1))
 
 
 def assert_unharmed(result: dict[str, Any]) -> None:
     harness.assert_exact(result["reference"], result, leave_out=result["aborted"])
+    assert_eventful(result)
+
+
+def assert_eventful(result: dict[str, Any]) -> None:
+    """It really was under pressure, by both options, and left nothing."""
     harness.assert_nothing_left(result)
     stats = result["stats"]
     assert result["aborted"] and result["resets"]
@@ -45,7 +63,7 @@ def assert_unharmed(result: dict[str, Any]) -> None:
 
 def marked(name: str) -> Any:
     slow = [] if name == "granite-4" else [pytest.mark.slow]
-    return pytest.param(name, marks=[pytest.mark.feature(EXACT[name].feature), *slow])
+    return pytest.param(name, marks=[pytest.mark.feature(families.FAMILIES[name].feature), *slow])
 
 
 @pytest.mark.parametrize("family", [*map(marked, EXACT)])
@@ -67,10 +85,48 @@ def test_no_copy_made_under_one_adapter_is_loaded_under_another(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.feature("speculation")
-def test_drafts_under_pressure(tmp_path: Path) -> None:
-    drafter = families.make("llama", tmp_path / "drafter")
-    assert_unharmed(pressed("llama", requests(13), features.itself_as_drafter(tmp_path, drafter), tmp_path))
+@pytest.mark.parametrize("family", [*map(marked, ROUNDED)])
+def test_a_family_of_bfloat16_under_pressure(family: str, tmp_path: Path) -> None:
+    """What is said depends on the batch there, so only that every request says as much, and leaves nothing."""
+    asked = requests(16)
+    result = pressed(family, asked, {}, tmp_path)
+    assert_eventful(result)
+    whole = {f"r{i}": request["max_tokens"] for i, request in enumerate(asked) if f"r{i}" not in result["aborted"]}
+    assert {name: len(result["tokens"][name]) for name in whole} == whole
+
+
+@pytest.mark.slow
+@pytest.mark.feature("an order of service over several KV cache groups")
+@pytest.mark.parametrize("family", ["gpt-oss", "granite-4"])
+def test_an_order_under_pressure(family: str, tmp_path: Path) -> None:
+    """First come, first served by vLLM, so that the order is the plugin's."""
+    result = pressed(family, requests(18), {"scheduling_policy": "fcfs"}, tmp_path, order="mlfq:base=32")
+    assert_unharmed(result)
+    assert harness.total(result["stats"], "preemptions", cause="displaced") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.feature("tensor parallelism")
+@pytest.mark.parametrize("family", ["gpt-oss", "granite-4"])
+def test_two_ranks_under_pressure(family: str, tmp_path: Path) -> None:
+    assert_unharmed(pressed(family, requests(17), {"tensor_parallel_size": 2}, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.feature(features.feature_of(name)))
+        for name, feature in features.ENGINES.items()
+        if feature.drafts
+    ],
+)
+def test_drafts_under_pressure(name: str, tmp_path: Path) -> None:
+    skip_before_tables("speculation is")
+    feature = features.ENGINES[name]
+    model = families.make(feature.family, tmp_path / "model")
+    prepared = feature.prepare(tmp_path, model) if feature.prepare else {}
+    assert_unharmed(pressed(feature.family, requests(13), feature.engine | prepared, tmp_path, model))
 
 
 @pytest.mark.slow

@@ -156,6 +156,8 @@ FEATURES = {
     "several nodes": "an engine over several nodes", "pooling": "pooling models",
     "offloading as well": "--kv-offloading-size", "several connectors and an order": "MultiConnector with an order",
     "several connectors, vLLM's offloading": "beside OffloadingConnector",
+    "speculation that no test has": "speculation by other methods",
+    "KV in another precision": "KV cache of other precisions",
 }  # fmt: skip
 """Refusals that the support matrix tells of."""
 
@@ -276,6 +278,7 @@ def test_a_device_with_a_data_sheet_needs_no_training(messages: dict[str, str]) 
     assert messages["untrained"] == ""
 
 
+@pytest.mark.feature("other versions of vLLM", refused=True)
 def test_version_out_of_range(messages: dict[str, str]) -> None:
     assert "0.24 to 0.33" in messages["version"] and "allow_untested_version" in messages["version"]
     assert messages["version asked for"] == ""

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from tests.vllm import fuzz, soak
 from tests.vllm.models import write_llama
 from tests.vllm.setups import KINDS, ORDERS, UNRULY, Setup
-from tests.vllm.versions import INSTALLED, source_or_skip
+from tests.vllm.versions import INSTALLED, skip_before_tables, source_or_skip
 
 pytestmark = pytest.mark.scheduler
 
@@ -69,11 +69,13 @@ Outcomes = Callable[[str], list[dict[str, Any]]]
         pytest.param((INSTALLED, MANY), marks=pytest.mark.slow),
         pytest.param(("0.33.0", MANY), marks=pytest.mark.slow),
     ],
-    ids=["few", "many", "many on 0.33"],
+    ids=["few", "many", "many on 0.33.0"],
 )
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Of all schedules here, run in one process for each version."""
     version, seeds = request.param
+    if version == INSTALLED:
+        skip_before_tables("several block tables are")
     source_or_skip(version)
     drawn = {layers: [setup for case in CASES for setup in setups(seeds, layers, case)] for layers in FAMILIES}
     done = soak.run(version, [setup for some in drawn.values() for setup in some], tmp_path_factory.mktemp("tables"))
@@ -114,6 +116,11 @@ def test_blocks_that_no_step_has_computed_are_found_in_no_table(layers: str, tmp
     assert set(withdrawn) == set(range(len(sizes))) and min(withdrawn.values()) > 0, withdrawn
 
 
+@pytest.mark.feature("several KV cache groups")
+@pytest.mark.feature("an order of service over several KV cache groups")
+@pytest.mark.feature("priority scheduling over several KV cache groups")
+@pytest.mark.feature("resets of the prefix cache")
+@pytest.mark.feature("pauses and sleep")
 @pytest.mark.soak
 @pytest.mark.parametrize("layers", FAMILIES)
 def test_drawn_schedules_of_every_family_are_clean(layers: str, outcomes: Outcomes) -> None:

@@ -17,8 +17,12 @@ from vllm import SamplingParams
 from kvpolicy import trace as traces
 from tests.vllm import alone, harness
 from tests.vllm.test_same_schedule import BASE
+from tests.vllm.versions import before_tables
 
-pytestmark = pytest.mark.scheduler
+pytestmark = [
+    pytest.mark.scheduler,
+    pytest.mark.skipif(before_tables(), reason="several block tables are served from 0.32 on"),
+]
 
 REQUESTS = 150
 
@@ -67,6 +71,7 @@ def victims(model: str, folder: Path, layers: str, blocks: int) -> list[Victim]:
     ]
 
 
+@pytest.mark.feature("several KV cache groups")
 @pytest.mark.parametrize(("layers", "blocks"), [("full-window", 90), ("full-states", 130)])
 def test_what_is_findable_at_a_preemption_is_found_whole_or_not_at_all(
     layers: str, blocks: int, model: str, tmp_path: Path

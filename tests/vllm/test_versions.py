@@ -133,14 +133,20 @@ def speculating(**changed: Any) -> Any:
     )
 
 
+def refused(feature: str) -> pytest.MarkDecorator:
+    return pytest.mark.feature(feature, refused=True)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"method": "eagle3"}, "speculation by eagle3, only by ngram, draft_model, eagle, mtp"),
-        ({"is_hybrid": True}, "layers keep states"),
-        ({"use_mla": True}, "an MLA model"),
-        ({"asynchronous": True}, "--no-async-scheduling"),
-        ({"order": "urgent"}, "beside order urgent"),
+        pytest.param({"is_hybrid": True}, "layers keep states", marks=refused("speculation on states")),
+        pytest.param({"use_mla": True}, "an MLA model", marks=refused("speculation on MLA")),
+        pytest.param(
+            {"asynchronous": True}, "--no-async-scheduling", marks=refused("speculation with asynchronous scheduling")
+        ),
+        pytest.param({"order": "urgent"}, "beside order urgent", marks=refused("speculation with an order")),
         ({"order": "urgent", "listed": True}, "beside order urgent"),
     ],
 )

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.feature_record import WITHOUT_VLLM, installed_version
+
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = ROOT / ".vllm-sources"
 INSTALLED = "installed"
 FETCHED_BY_MAKE = "0.30.0"
 """`make test` fetches its sources: the newest version whose scheduler needs help with loaded requests."""
+
+
+FIRST_WITH_TABLES = (0, 32)
+"""The first that several block tables, MLA and speculation are served on; the plugin has the same, and needs vLLM."""
 
 
 def tool() -> ModuleType:
@@ -60,3 +66,15 @@ def source_or_skip(version: str) -> str:
     if version == FETCHED_BY_MAKE and os.environ.get("KVPOLICY_REQUIRE_VLLM") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def before_tables() -> bool:
+    """Whether the installed vLLM is older than :data:`FIRST_WITH_TABLES`."""
+    found = installed_version()
+    return found != WITHOUT_VLLM and tuple(map(int, found.split("."))) < FIRST_WITH_TABLES
+
+
+def skip_before_tables(what: str) -> None:
+    """Skip the test that asks where ``what`` is not served yet by the installed vLLM."""
+    if before_tables():
+        pytest.skip(f"{what} served from vLLM {'.'.join(map(str, FIRST_WITH_TABLES))} on")
