@@ -266,6 +266,9 @@ class Hinted(CachingPolicy):
         self._want(chain)
         self.inner.asked(chain, hits)
 
+    def extended(self, chain: Chain, asked: int) -> None:
+        self.inner.extended(chain, asked)
+
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         for position in reversed(missing):
             key = chain[position]
@@ -278,6 +281,15 @@ class Hinted(CachingPolicy):
         self.inner.stored(chain, missing)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
+        return self._evict(count, protected, self.inner.evict)
+
+    def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
+        return self._evict(count, protected, lambda left, kept: self.inner.make_room(left, kept, newcomers))
+
+    def _evict(
+        self, count: int, protected: Container[Key], others: Callable[[int, Container[Key]], list[Key]]
+    ) -> list[Key]:
+        """Evict what goes first, and then what the other policy gives up of what is not held back."""
         self._holds.expire(self._clock())
         evicted: list[Key] = []
         for key in self._first:
@@ -288,7 +300,7 @@ class Hinted(CachingPolicy):
         for key in evicted:
             self.inner.lost(key)
         if len(evicted) < count:
-            evicted += self.inner.evict(count - len(evicted), _Either(protected, self._holds))
+            evicted += others(count - len(evicted), _Either(protected, self._holds))
         for key in evicted:
             self._gone(key)
         return evicted

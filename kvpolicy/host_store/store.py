@@ -7,8 +7,10 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from typing import Any
 
 from kvpolicy.caching.base import CachingPolicy, Chain
+from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.tree import Tree
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy
+from kvpolicy.request_marks import Hints
 
 
 class HostStore:
@@ -90,6 +92,16 @@ class HostStore:
         """A new request has this prompt: the keys of its full blocks. Without effect where nothing is cached."""
         if self.cache is not None and chain:
             self.cache.asked(chain, self.leading(chain))
+
+    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
+        """A request with this window, keys of full blocks, came with hints, granted to this class. Without effect
+        where the caching policy heeds none."""
+        if isinstance(self.cache, Hinted) and hints:
+            self.cache.hinted(chain, hints, class_name)
+
+    def wanted(self, chain: Chain, hints: Hints) -> int:
+        """Number of leading blocks of a window that are worth storing by these hints."""
+        return self.cache.wanted(chain, hints) if isinstance(self.cache, Hinted) else len(chain)
 
     def given_back(self, chain: Chain, places: Iterable[Hashable], asked: int) -> None:
         """A request gives its blocks back: the device may lose them from now on. Without effect where nothing is

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, make_block_hash_with_group_id
 
+from kvpolicy.caching import Hinted
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import EngineSpec
@@ -71,6 +72,9 @@ def controller_for(
         complain(f"{method}() of caching policy {settings.cache} failed; lru takes its place (counted as cache_failed)")
 
     cache = caching_policy(settings.cache, slots, prices, settings.allow_python_policies, cache_failed)
+    limits = settings.hints or HintLimits()
+    if cache is not None:
+        cache = Hinted(cache, time.monotonic, engine.block_size, limits)
     copies = CopyBook(slots, parallel.world_size, block_bytes, cache)
     controller = Controller(core, decider, copies, page_bytes(kv_cache), time.monotonic, complain, load_policy, memory)
     if cache is not None:
@@ -82,7 +86,7 @@ def controller_for(
     order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
     warn_of_unclaimable(order, classes)
     controller.serve_by(order)
-    controller.grant_marks(granting(classes, settings.hints or HintLimits()))
+    controller.grant_marks(granting(classes, limits))
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         serves = Priority() if vllm_config.scheduler_config.policy == "priority" else order

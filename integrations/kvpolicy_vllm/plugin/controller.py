@@ -108,7 +108,7 @@ class Controller:
     def cache_prompts(self, key_of: Callable[[Any], bytes]) -> PromptCache:
         """Find prompts in host memory; the copies have a caching policy. ``key_of``: see :class:`PromptCache`."""
         self.prompts = PromptCache(
-            self.copies, self.decider, key_of, self.observers, self.metrics.tally, self._complain
+            self.copies, self.decider, key_of, self.observers, self.metrics.tally, self._complain, self.marks
         )
         return self.prompts
 

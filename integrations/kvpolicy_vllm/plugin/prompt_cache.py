@@ -18,6 +18,7 @@ from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, FileIndex
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.marks import MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs
 from kvpolicy_vllm.plugin.observers import Observers, Tally
 from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
@@ -51,8 +52,9 @@ class PromptCache:
         observers: Observers,
         tally: Tally,
         complain: Callable[[str], None],
+        marks: MarkReader,
     ) -> None:
-        self._copies, self._decider, self._key_of = copies, decider, key_of
+        self._copies, self._decider, self._key_of, self._marks = copies, decider, key_of, marks
         self._observers, self._tally, self._complain = observers, tally, complain
         self._scheduler: Any = None
         self._asked_blocks: dict[str, int] = {}
@@ -98,6 +100,7 @@ class PromptCache:
         prompt = [self._key_of(value) for value in request.block_hashes]
         self._asked_blocks[request.request_id] = len(prompt)
         self._copies.pool.asked(prompt)
+        self._hinted(request, prompt)
         if self.files is not None:
             self.files.arrived(prompt)
 
@@ -110,9 +113,15 @@ class PromptCache:
         hashed = [*takewhile(lambda block: block.block_hash is not None, computed)]
         asked = self._asked_blocks.get(request.request_id, 0)
         chain = [block.block_hash for block in hashed]
+        chain = chain[: self._copies.pool.wanted(chain, self._marks.of(request).hints)]
         self._copies.pool.given_back(chain, [block.block_id for block in hashed], min(asked, len(chain)))
 
+    def _hinted(self, request: Any, chain: Sequence[bytes]) -> None:
+        marks = self._marks.of(request)
+        self._copies.pool.hinted(chain, marks.hints, marks.class_name)
+
     def ended(self, request: Any) -> None:
+        self._hinted(request, [self._key_of(value) for value in request.block_hashes])
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
