@@ -1,0 +1,93 @@
+"""Hints that requests bring reach the cache of prompts in host memory, on vLLM's scheduler alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvpolicy.settings import GIB
+from tests.vllm import harness
+from tests.vllm.test_faults import BLOCK_BYTES
+from tests.vllm.test_prompt_cache import PROMPT, Served
+
+pytestmark = pytest.mark.scheduler
+OTHER = [*range(300, 400)]
+"""As long as PROMPT: six blocks of 16 tokens and a part of a seventh."""
+
+
+def hinted(served: Served, prompt: list[int], **hints: Any) -> Any:
+    request = served.request(prompt)
+    request.kv_transfer_params = {"kvpolicy": hints}
+    return request
+
+
+def fill_host(served: Served) -> None:
+    """Other prompts take all of host memory, twice."""
+    pool = served.controller.copies.pool
+    while harness.total(served.controller.stats(), "cache_blocks", event="stored") < 3 * pool.total:
+        served.push_out()
+
+
+@pytest.fixture
+def served(model: str, monkeypatch: pytest.MonkeyPatch) -> Served:
+    plugin = harness.plugin
+    small = {"host_gib": 60.5 * BLOCK_BYTES / GIB}
+    monkeypatch.setattr(harness, "plugin", lambda policy, **extra: plugin(policy, **extra, **small))
+    return Served(model)
+
+
+def test_what_is_to_be_kept_outlasts_what_is_not(served: Served) -> None:
+    served.serve(hinted(served, PROMPT, keep_s=500), hinted(served, OTHER))
+    fill_host(served)
+    assert served.found(served.request([*PROMPT, 1])) == 96
+    assert served.found(served.request([*OTHER, 1])) == 0
+
+
+def test_a_pin_holds_the_shared_prefix_alone(served: Served) -> None:
+    served.serve(hinted(served, PROMPT, pin=40))
+    fill_host(served)
+    assert served.found(served.request(PROMPT)) == 32
+
+
+def test_of_a_request_that_nobody_repeats_nothing_is_stored(served: Served) -> None:
+    served.serve(hinted(served, PROMPT, once=True), hinted(served, OTHER, once=True, pin=32))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 0
+    assert served.found(served.request(OTHER)) == 32
+
+
+def test_the_window_of_a_session_that_is_over_goes_first(served: Served) -> None:
+    served.serve(hinted(served, PROMPT, session="a", keep_s=500))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96
+    served.serve(hinted(served, [*PROMPT, 1], session="a", ended=True))
+    pool = served.controller.copies.pool
+    while pool.free and pool.cached < pool.total:
+        served.push_out()
+    before = harness.total(served.controller.stats(), "cache_blocks", event="evicted")
+    while harness.total(served.controller.stats(), "cache_blocks", event="evicted") < before + 6:
+        served.push_out()
+    assert served.found(served.request(PROMPT)) == 0
+
+
+def test_nobody_holds_back_more_than_its_share(served: Served) -> None:
+    pool = served.controller.copies.pool
+    for first in range(0, 900, 100):
+        served.serve(hinted(served, [*range(first, first + 100)], keep_s=500))
+    fill_host(served)
+    kept = sum(served.found(served.request([*range(at, at + 100)])) for at in range(0, 900, 100))
+    assert 0 < kept <= pool.total // 4 * 16
+
+
+def test_hints_that_cannot_be_read_are_counted_and_change_nothing(served: Served) -> None:
+    request = hinted(served, PROMPT, pin=-3)
+    served.serve(request, hinted(served, OTHER, keep_s=1e6))
+    served.push_out()
+    assert request.num_output_tokens == 4
+    assert served.found(served.request(PROMPT)) == served.found(served.request(OTHER)) == 96
+    stats = served.controller.stats()
+    assert harness.total(stats, "invalid_marks", reason="pin") == 1
+    assert harness.total(stats, "clamped_marks", mark="keep_s") == 1
