@@ -23,6 +23,9 @@ ENDINGS: tuple[Ending, ...] = ("resumed", "aborted", "superseded")
 DIRECTIONS: tuple[Direction, ...] = ("save", "load")
 TOOL_COPY = "tool"
 """``preemption_id`` in table ``transfers`` of copies that a measuring tool makes. They belong to no preemption."""
+CACHE_COPY = "cache"
+"""The same of copies that the cache of prompts makes: saves of what no preempted request needs, and loads of what a
+request finds."""
 
 
 def copy_pieces(block_bytes: int, segment_bytes: int) -> int:

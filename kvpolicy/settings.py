@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpolicy.caching import spec as caching
 from kvpolicy.extensions import FORM, PREFIX, names_module
 from kvpolicy.fields import (
     AMOUNT,
@@ -57,12 +58,16 @@ class ServerSettings:
     allow_python_policies: bool = option(f"Let --policy name a module whose code the server runs, {FORM}.", False)
     order: str = option(f"Order of service. {ORDERS}.", "fcfs")
     classes: Classes | None = option(CLASSES, None)
+    cache: str = option(
+        f"Caching policy by which host memory that no preempted request needs holds prompts. {caching.HELP}.",
+        caching.OFF,
+    )
     hints: HintLimits | None = option(HINT_HELP, None)
 
     def __post_init__(self) -> None:
         _refuse_object(self.policy)
         validate(self)
-        for name, value in (("policy", self.policy), ("order", self.order)):
+        for name, value in (("policy", self.policy), ("order", self.order), ("cache", self.cache)):
             if names_module(value.replace("/", ":") if name == "order" else value) and not self.allow_python_policies:
                 raise WrongValue(
                     name,
@@ -70,6 +75,7 @@ class ServerSettings:
                     '--allow-python-policies, in its settings "allow_python_policies": true',
                 )
         orders.load(self.order, self.allow_python_policies)
+        caching.load(self.cache, 1, allow_python=self.allow_python_policies)
 
 
 def _refuse_object(policy: object) -> None:

@@ -16,9 +16,9 @@ LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest", "request_marks"),
-    ("features", "hardware", "headroom", "host_store", "latency", "load_growth", "order", "survival", "workload"),
+    ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "client", "trace"),
-    ("attribution", "prefix_store"),
+    ("attribution", "host_store", "prefix_store"),
     ("cost", "datasets"),
     ("policy", "training"),
     ("evaluation", "settings", "simulator", "explanation"),
@@ -30,7 +30,7 @@ LAYERS = (
 
 _DECIDE = {
     "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
-    "cost", "policy", "settings", "host_store", "load_growth", "order", "request_marks", "survival",
+    "cost", "policy", "settings", "caching", "host_store", "load_growth", "order", "request_marks", "survival",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},

@@ -40,7 +40,7 @@ from kvpolicy.attribution.step_time_fit import (
     with_aftermath,
 )
 from kvpolicy.attribution.tool_effects import MIN_STEPS, effects, seconds_of
-from kvpolicy.events import TOOL_COPY
+from kvpolicy.events import CACHE_COPY, TOOL_COPY
 from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import Trace, TraceError
 
@@ -150,7 +150,7 @@ def _core(trace: Trace, name: str) -> _Core:
         for table in map(trace.table, ("steps", "transfers", "outcomes", "decisions", "requests"))
     )
     steps = steps.sort_by("start_s")
-    of_tool = pc.equal(transfers["preemption_id"], TOOL_COPY)
+    of_tool = pc.is_in(transfers["preemption_id"], pa.array([TOOL_COPY, CACHE_COPY]))
     tool_effects = _tool_effects(steps, transfers.filter(of_tool))
     transfers = transfers.filter(pc.invert(of_tool))
     duration_s = _reals(steps, "duration_s")

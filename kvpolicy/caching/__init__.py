@@ -7,7 +7,9 @@ from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.caching.by_cost import ByCost
 from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.by_use import Lfu, Lru
+from kvpolicy.caching.guarded import Guarded
 from kvpolicy.caching.prompt_replay import Replayed, chains_of, hindsight, replay
+from kvpolicy.caching.tree import Node, Tree
 
 KINDS: Mapping[str, type[CachingPolicy]] = {kind.name: kind for kind in (Lru, Lfu, Arc, S3Fifo, ByCost)}
 
@@ -16,11 +18,14 @@ __all__ = [
     "Arc",
     "ByCost",
     "CachingPolicy",
+    "Guarded",
     "Hinted",
     "Lfu",
     "Lru",
+    "Node",
     "Replayed",
     "S3Fifo",
+    "Tree",
     "chains_of",
     "hindsight",
     "replay",

@@ -18,14 +18,17 @@ Chain = Sequence[Key]
 class CachingPolicy(ABC):
     """Knows the blocks that are there, at most ``capacity``, and chooses which of them to give up.
 
-    Its owner calls :meth:`asked` for every prompt, then :meth:`evict` for as many blocks as it has to store beyond the
-    capacity, then :meth:`stored`.
+    Its owner calls :meth:`asked` for every prompt, :meth:`extended` where a request has generated blocks beyond its
+    prompt, and, whenever it has blocks to store, :meth:`evict` for as many as there is no room for, then
+    :meth:`stored`. Blocks may be stored long after they were asked for.
     """
 
     name: str
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
+        """Number of blocks there may be; whoever owns a policy that was loaded by a module path sets it before the
+        first call."""
 
     @abstractmethod
     def __contains__(self, key: Key) -> bool: ...
@@ -46,6 +49,10 @@ class CachingPolicy(ABC):
     @abstractmethod
     def asked(self, chain: Chain, hits: int) -> None:
         """A request has this prompt, whose first ``hits`` blocks are there."""
+
+    def extended(self, chain: Chain, asked: int) -> None:  # noqa: B027  # most policies have nothing to learn from it
+        """A request whose prompt was asked for, and had the first ``asked`` blocks of this chain, has generated what
+        the others hold. May be called again as the request goes on."""
 
     @abstractmethod
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:

@@ -80,17 +80,42 @@ class ByCost(CachingPolicy):
         visit = self._returns.visit(counts)
         for record in records:
             record.visit = visit
+        self._trim(2 * REMEMBERED * self.capacity + len(chain))
+
+    def extended(self, chain: Chain, asked: int) -> None:
+        """What a request has generated is of the turn, and the visit, of its prompt."""
+        prompt = self._known(chain[asked - 1]) if asked else None
+        turn = 1 if prompt is None else prompt.turn
+        visit = self._returns.visit({}) if prompt is None else prompt.visit
+        name = min(MAX_CLASS, turn.bit_length()), 1
+        for position in range(asked, len(chain)):
+            record = self._record(chain[position], position)
+            if not record.uses:
+                record.uses, record.name, record.visit = 1, name, visit
+                self._returns.join(visit, name)
+        record = self._record(chain[-1], len(chain) - 1)
+        record.turn = turn
 
     def _record(self, key: Key, position: int) -> Record:
-        found = self._there.get(key) or self._gone.get(key)
+        found = self._known(key)
         if found is None:
             found = self._gone[key] = Record(position)
         return found
 
+    def _known(self, key: Key) -> Record | None:
+        return self._there.get(key) or self._gone.get(key)
+
+    def _unasked(self, position: int) -> Record:
+        """Of a block that no prompt has asked for, or that was forgotten since: it is taken for an old one."""
+        record = Record(position)
+        record.uses, record.name, record.visit = 1, (1, 1), self._returns.old_visit((1, 1))
+        return record
+
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         for position in missing:
             key = chain[position]
-            self._there[key] = self._gone.pop(key)
+            record = self._gone.pop(key, None)
+            self._there[key] = self._unasked(position) if record is None else record
             parent = self._parent[key] = chain[position - 1] if position else None
             if not self._children.get(key):
                 self._add_leaf(key)
@@ -98,7 +123,10 @@ class ByCost(CachingPolicy):
                 self._children[parent] = self._children.get(parent, 0) + 1
                 if parent in self._leaf_at:
                     self._remove_leaf(parent)
-        while len(self._gone) > REMEMBERED * self.capacity:
+        self._trim(REMEMBERED * self.capacity)
+
+    def _trim(self, remembered: int) -> None:
+        while len(self._gone) > remembered:
             self._gone.popitem(last=False)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:

@@ -266,6 +266,9 @@ class Hinted(CachingPolicy):
         self._want(chain)
         self.inner.asked(chain, hits)
 
+    def extended(self, chain: Chain, asked: int) -> None:
+        self.inner.extended(chain, asked)
+
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         for position in reversed(missing):
             key = chain[position]

@@ -65,6 +65,17 @@ class Returns:
             self._fit()
         return now
 
+    def join(self, visit: Visit, name: Class) -> None:
+        """A block of class ``name`` is of that visit, too, but was not among those that its prompt asked for."""
+        visit.blocks[name] = visit.blocks.get(name, 0) + 1
+        self._counts(self._reached, name)[visit.level] += 1
+
+    def old_visit(self, name: Class) -> Visit:
+        """A visit too long ago to be counted, of one block."""
+        visit = Visit(0, {name: 1})
+        visit.level = LEVELS - 1
+        return visit
+
     def returned(self, visit: Visit, name: Class) -> None:
         """A block of that visit, of class ``name``, is asked for again."""
         visit.blocks[name] -= 1

@@ -201,6 +201,8 @@ def _why_not(row: Row, outcome: Row | None) -> str:
         return "preemptions in which something else was executed than was chosen"
     if not copy_was_used(row["executed"], outcome["loaded_tokens"], outcome["recomputed_tokens"]):
         return "swaps of which nothing was loaded"
+    if row["executed"] == "recompute" and outcome["loaded_tokens"] > 0:
+        return "recomputes of which a part was in host memory all the same, in the cache of prompts"
     return ""
 
 

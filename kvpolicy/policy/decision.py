@@ -155,6 +155,24 @@ class Decider:
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
         return self.policy.loads(situation, options, self.state)
 
+    def loads_hit(self, situation: Preemption) -> bool:
+        """Whether a request loads tokens that it has in host memory and has not computed, or computes them.
+
+        ``situation``: as if the request had been preempted with these tokens, and were about to come back. Goes by the
+        option that the policy takes at least half of the time, as nothing is drawn; a policy that always recomputes
+        never loads. Pure.
+        """
+        if self._shadow or self._pinned is not None:
+            return False
+        options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
+        return probabilities_of(self.policy, situation, options, self.state)[1] >= 0.5
+
+    def hit_costs(self, situation: Preemption) -> tuple[float, float] | None:
+        """Predicted engine seconds of computing those tokens, and of loading them; None without predictions. Pure."""
+        options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
+        _, costs = self.policy.assess(situation, options, self.state)
+        return (costs[0].engine_s, costs[1].engine_s) if len(costs) == len(options) else None
+
     def price(self, situation: Preemption, why_no_swap: str = "") -> float | None:
         """Predicted engine seconds of the cheapest feasible option; None for a policy without predictions. Pure."""
         options = feasible_options(situation, swap_possible=not why_no_swap)

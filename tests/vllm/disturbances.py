@@ -84,6 +84,8 @@ class Disturbances:
 def loaded_and_waiting(scheduler: Any) -> int:
     """How many have been loaded but found no further block, or no place in the batch."""
     return sum(
-        request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0
+        request.status in (RequestStatus.PREEMPTED, RequestStatus.WAITING)
+        and request.num_computed_tokens > 0
+        and not request.resumable
         for request in scheduler.requests.values()
     )

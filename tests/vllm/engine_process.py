@@ -15,11 +15,13 @@ from tests.vllm import handed_over, scenarios
 from tests.vllm.interruptions import interrupted
 from tests.vllm.pressed import pressed
 from tests.vllm.published import published
+from tests.vllm.waves import waves
 
 ELSEWHERE = {
     "interrupted": interrupted,
     "pressed": pressed,
     "published": published,
+    "waves": waves,
     "prefills": handed_over.prefills,
     "decodes": handed_over.decodes,
 }

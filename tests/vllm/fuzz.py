@@ -33,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvpolicy import events
 from kvpolicy.attribution.ledger import OpenPreemption
+from kvpolicy.host_store import HostBlock, HostStore
 from kvpolicy_vllm.plugin.learner import Learner
 from kvpolicy_vllm.plugin.observers import Observer
 from tests.vllm.disturbances import Disturbances, Shares, loaded_and_waiting
@@ -76,6 +77,9 @@ class Outcome:
     """Under an order that promotes: most steps in a row in which a request could have been scheduled and was not."""
     let_in_with_pictures: int = 0
     """Requests with pictures for which others were displaced."""
+    cache_hits: int = 0
+    """Requests that began to load what others had left in host memory."""
+    cache_evicted: int = 0
 
 
 class Grammars:
@@ -320,6 +324,8 @@ class Schedule:
             displaced=int(harness.total(stats, "preemptions", cause="displaced")),
             waits=tuple(self.waits),
             turns=self.turns,
+            cache_hits=int(harness.total(stats, "cache_hits", outcome="loaded")),
+            cache_evicted=int(harness.total(stats, "cache_blocks", event="evicted")),
             missed=int(harness.total(stats, "displaced_in_vain")),
             longest_wait=self.longest_wait,
             let_in_with_pictures=self.refused_by_encoder.let_in,
@@ -332,7 +338,8 @@ def _loaded(request: Request | None, scheduler: Any) -> bool:
         return False
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         return request.request_id in scheduler.finished_recving_kv_req_ids
-    return request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0
+    waits = request.status in (RequestStatus.PREEMPTED, RequestStatus.WAITING) and not request.resumable
+    return waits and request.num_computed_tokens > 0
 
 
 class UnusedSwaps(Observer):
@@ -371,6 +378,7 @@ def _job(setup: Setup, model: Path) -> dict[str, Any]:
             seed=setup.seed,
             host_gib=setup.host_gib,
             order=setup.served,
+            cache=setup.caches,
             allow_python_policies=True,
             classes="batch+chat:ttft=0.5,tpot=0.05" + (",priority=-1" if setup.scheduling == "fcfs" else ""),
         ),
@@ -391,7 +399,10 @@ def _shares(setup: Setup) -> Shares:
 def drawn_requests(setup: Setup) -> list[Request]:
     rng = random.Random(f"requests {setup.seed}")
     head = [rng.randrange(1, 1000) for _ in range(MAX_SHARED_TOKENS)]
-    requests = [_drawn_request(number, head, rng, setup) for number in range(setup.requests)]
+    requests: list[Request] = []
+    returns = random.Random(f"returns {setup.seed}")
+    for number in range(setup.requests):
+        requests.append(_drawn_request(number, head, rng, setup, _returning(requests, returns, setup)))
     marks = random.Random(f"marks {setup.seed}")
     for request in requests:
         request.kv_transfer_params = claims.drawn(marks)
@@ -418,9 +429,20 @@ def _further_input(session: Request, rng: random.Random, setup: Setup, ends: boo
     return alone.made_request(number, prompt, parameters, priority=session.priority, resumable=not ends)
 
 
-def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setup) -> Request:
+def _returning(earlier: list[Request], rng: random.Random, setup: Setup) -> list[int]:
+    """The beginning of an earlier prompt, for a request that has the same; where nothing is cached there is none."""
+    if setup.caches == "off" or not earlier or rng.random() < 0.3:
+        return []
+    prompt = list(rng.choice(earlier[-40:]).prompt_token_ids)
+    return prompt[: rng.randint(1, len(prompt))] if rng.random() < 0.3 else prompt
+
+
+def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setup, returning: list[int]) -> Request:
     own = rng.randint(5, setup.max_prompt_tokens)
     prompt = head[: rng.choice([0, 32, 64, 96])] + [rng.randrange(1, 1000) for _ in range(own)]
+    if returning:
+        own = max(5, len(prompt) - len(returning))
+        prompt = [*returning[: MAX_SHARED_TOKENS + setup.max_prompt_tokens - own], *prompt[-own:]]
     special: dict[str, Any] = {}
     if setup.stops and rng.random() < 0.5:
         special["stop_token_ids"] = [rng.randrange(1, 1000) for _ in range(10)]
@@ -457,9 +479,11 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner
     left = {
         "device blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is vLLM's null block
         "host slots": controller.copies.pool.used,
+        "slots of nothing": _slots_of_nothing(controller.copies.pool),
+        "prompts": 0 if controller.prompts is None else len(controller.prompts),
         "copies": len(controller.copies._of_request) + len(controller.copies.pool._copies),
-        "contents by key": len(controller.copies.pool._by_key),
-        "watched blocks": len(controller.copies.pool.watched),
+        "contents by key": sum(map(_is_needed, controller.copies.pool._by_key.values())),
+        "watched blocks": sum(map(_is_needed, controller.copies.pool.watched.values())),
         "copies under way": len(controller.copies._sent),
         "queued blocks": sum(controller.copies._queued_blocks.values()),
         "copies loading": controller.copies.loading,
@@ -473,6 +497,18 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner
     for what, count in left.items():
         if count:
             yield f"{count} {what} left"
+
+
+def _is_needed(block: HostBlock) -> bool:
+    """Whether a copy needs the content, or it is kept for nothing: it is neither cached nor on the device."""
+    return bool(block.holders) or block.node is None or block.key is None
+
+
+def _slots_of_nothing(pool: HostStore) -> int:
+    """Slots that are neither unused nor of a cached content."""
+    cached = [block.slot for block in pool._by_key.values() if block.cached]
+    known = 0 if pool.cache is None else len(pool.cache)
+    return pool.total - len({*cached, *pool._unused}) + abs(len(cached) - known)
 
 
 def _block_tables(scheduler: Any) -> Iterator[Any]:

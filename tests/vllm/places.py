@@ -38,9 +38,8 @@ class Places:
     def _is_loaded(self, name: str, request: Any) -> bool:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return name in self._scheduler.finished_recving_kv_req_ids and name not in self._failed
-        return (
-            request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0 and name not in self._failed
-        )
+        waits = request.status in (RequestStatus.PREEMPTED, RequestStatus.WAITING)
+        return waits and request.num_computed_tokens > 0 and name not in self._failed
 
     def after_step(self) -> None:
         running, ordering = self._scheduler.running, getattr(self._scheduler, "ordering", None)

@@ -45,6 +45,9 @@ ORDERS = (
 )  # fmt: skip
 
 
+CACHES = ("lru", "lfu", "arc", "s3fifo", "cost", "cost", "python:tests.careless:Careless")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """One schedule. Its `repr` is one line that :meth:`parse` makes it from again."""
@@ -105,6 +108,9 @@ class Setup:
     """One of :data:`KINDS`."""
     dense: bool
     """Whether windows and states are cached at the end of every block, and not only of the prompt."""
+    # What host memory is for besides.
+    cache: str
+    """Drawn caching policy; :attr:`caches` is the one that serves."""
 
     @classmethod
     def draw(cls, seed: int, **fixed: Any) -> Setup:
@@ -133,6 +139,11 @@ class Setup:
     def served(self) -> str:
         """The order of service: vLLM's own where its scheduling is another than first come, first served."""
         return self.order if self.scheduling == "fcfs" else "fcfs"
+
+    @property
+    def caches(self) -> str:
+        """The caching policy: only for one block table, with prefix caching."""
+        return self.cache if self.prefix_caching and self.layers == "full" else "off"
 
     @property
     def picture_tokens(self) -> int:
@@ -200,4 +211,5 @@ _DRAWS = {
     # Several block tables are served from vLLM 0.32 on only: tests ask for them.
     "layers": lambda rng: "full",
     "dense": lambda rng: rng.random() < 0.5,
+    "cache": lambda rng: rng.choice(["off", "off", *CACHES]),
 }

@@ -47,6 +47,7 @@ CODE = (
     "integrations/kvpolicy_vllm/plugin",
     "integrations/kvpolicy_vllm/connector.py",
     "kvpolicy",
+    "tests/careless.py",
     "tests/holds.py",
     "tests/unruly.py",
     *(f"tests/vllm/{name}.py" for name in PARTS),
@@ -80,12 +81,13 @@ class Summary:
         waits = sorted(wait for outcome in self.outcomes for wait in outcome["waits"])
         longest = max((outcome.get("longest_wait", 0) for outcome in self.outcomes), default=0)
         turns = sum(outcome.get("turns", 0) for outcome in self.outcomes)
+        hits = sum(outcome.get("cache_hits", 0) for outcome in self.outcomes)
         p90 = f"{waits[len(waits) * 9 // 10]} steps" if waits else "none"
         return (
             f"{self.version}: {len(self.outcomes)} schedules, {len(self.failed)} failed; {total['steps']} steps, "
             f"{total['swaps']} swaps of {total['preemptions']} preemptions, {total['displaced']} of them displaced, "
             f"loaded requests waited p90 {p90}, others under promotion {longest} steps at most, "
-            f"{turns} further inputs, {self._memory()}"
+            f"{turns} further inputs, {hits} hits in the cache of prompts, {self._memory()}"
         )
 
     def _memory(self) -> str:

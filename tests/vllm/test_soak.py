@@ -16,10 +16,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpolicy.host_store import HostStore
+from kvpolicy.host_store import HostBlock, HostStore
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.messages import Job
 from kvpolicy_vllm.plugin.observers import MetricsCounter
+from kvpolicy_vllm.plugin.prompt_cache import PromptCache
 from kvpolicy_vllm.plugin.versions import NEWEST, OLDEST
 from tests.vllm import fuzz, soak
 from tests.vllm.models import write_llama
@@ -199,5 +200,66 @@ def test_a_fault_is_seen(fault: Any, seen: str, tmp_path: Path, monkeypatch: pyt
     model = write_llama(tmp_path)
     setup = Setup.draw(1, **PRESSED)
     assert fuzz.run(setup, model).problems == ()
+    fault(monkeypatch)
+    assert any(seen in problem for problem in fuzz.run(setup, model).problems)
+
+
+# ---- and so of the cache of prompts ----
+
+CACHED: dict[str, Any] = PRESSED | {
+    "prefix_caching": True, "cache": "cost", "host_gib": 0.005, "max_prompt_tokens": 300, "max_output_tokens": 30,
+}  # fmt: skip
+
+
+def find_what_is_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    def keys(cache: PromptCache, request: Any, first: int, end: int) -> list[Any]:
+        return [cache._key_of(value) for value in request.block_hashes[: end - first]]
+
+    patch.setattr(PromptCache, "_keys", keys)
+
+
+def evict_what_is_loaded(patch: pytest.MonkeyPatch) -> None:
+    def freed(store: HostStore, copy: Any) -> None:
+        for block in [block for block in copy.blocks if block.slot is not None and block.holders == [copy]]:
+            store._unused.append(block.slot)
+
+    hold = HostStore.hold
+    patch.setattr(HostStore, "hold", lambda store, copy, keys: (hold(store, copy, keys), freed(store, copy))[0])
+
+
+def remember_after_a_reset(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostStore, "forget_keys", lambda store: None)
+
+
+def watch_what_is_not_computed(patch: pytest.MonkeyPatch) -> None:
+    given_back = HostStore.given_back
+
+    def shifted(store: HostStore, chain: Any, places: Any, asked: int) -> None:
+        given_back(store, chain, [*places[1:], *places[:1]], asked)
+
+    patch.setattr(HostStore, "given_back", shifted)
+
+
+def save_too_late(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostBlock, "cached", property(lambda block: False))
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (find_what_is_elsewhere, "read a wrong position"),
+        (evict_what_is_loaded, ""),
+        (remember_after_a_reset, "read a wrong position"),
+        (watch_what_is_not_computed, ""),
+        (save_too_late, ""),
+    ],
+)
+def test_a_fault_of_the_cache_is_seen(fault: Any, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``seen``: what is said of it; nothing where it may show in more than one way."""
+    model = write_llama(tmp_path)
+    resets = {"resets": "weights"} if fault is remember_after_a_reset else {}
+    setup = Setup.draw(2, **CACHED | resets)
+    clean = fuzz.run(setup, model)
+    assert clean.problems == () and clean.cache_hits > 10 and clean.cache_evicted > 0
     fault(monkeypatch)
     assert any(seen in problem for problem in fuzz.run(setup, model).problems)

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, make_block_hash_with_group_id
 
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
@@ -26,6 +28,7 @@ from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loa
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.kv_layout import block_tables, page_bytes
 from kvpolicy_vllm.plugin.learner import remember
+from kvpolicy_vllm.plugin.prompt_cache import BlockPrices, caching_policy, heeding_hints
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.trace_writer import TraceWriter, pseudonym
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
@@ -55,15 +58,24 @@ def controller_for(
         load_policy = partial(without_costs, load_policy, reason)
     decider = Decider(load_policy(""), random.Random(seed), settings.shadow)
     memory = None if settings.online_state is None else remember(decider, of_rank(settings.online_state, rank))
-    copies = CopyBook(slots, parallel.world_size, block_bytes)
-    controller = Controller(
-        core, decider, copies, page_bytes(kv_cache), time.monotonic, Complaints(), load_policy, memory
-    )
+    prices, complain = BlockPrices(decider.hit_costs), Complaints()
+
+    def cache_failed(method: str) -> None:
+        controller.metrics.tally.add("cache_failed", method=method)
+        complain(f"{method}() of caching policy {settings.cache} failed; lru takes its place (counted as cache_failed)")
+
+    cache = caching_policy(settings.cache, slots, prices, settings.allow_python_policies, cache_failed)
+    limits = settings.hints or HintLimits()
+    cache = heeding_hints(cache, limits, vllm_config.cache_config.block_size, time.monotonic)
+    copies = CopyBook(slots, parallel.world_size, block_bytes, cache)
+    controller = Controller(core, decider, copies, page_bytes(kv_cache), time.monotonic, complain, load_policy, memory)
+    if cache is not None:
+        prices.situation = controller.cache_prompts(key_in_cache).idle_situation
     controller.keep_tables(block_tables(kv_cache))
     order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
     warn_of_unclaimable(order, classes)
     controller.serve_by(order)
-    controller.grant_marks(granting(classes, settings.hints or HintLimits()))
+    controller.grant_marks(granting(classes, limits))
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         serves = Priority() if vllm_config.scheduler_config.policy == "priority" else order
@@ -71,6 +83,11 @@ def controller_for(
         recorder = TraceWriter(settings.trace / core, header)
         controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes))
     return controller
+
+
+def key_in_cache(block_hash: Any) -> BlockHashWithGroupId:
+    """The key in vLLM's prefix cache of a block with one of a request's hashes, where there is one block table."""
+    return make_block_hash_with_group_id(block_hash, 0)
 
 
 def claimable(settings: Settings, vllm_config: VllmConfig) -> Classes:

@@ -11,25 +11,27 @@ have done, and the reason is counted. Counting, recording, measuring and learnin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
-from kvpolicy.events import Cause, Kind, Preemption, as_taken_out, copy_was_used
+from kvpolicy.events import CACHE_COPY, Cause, Kind, as_taken_out, copy_was_used
 from kvpolicy.order import Choice, Fcfs, Guarded, Order, Priority
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
-from kvpolicy.request_marks import Classes
+from kvpolicy.request_marks import Classes, Marks
 from kvpolicy.survival import AllOrNothing, Survival
 from kvpolicy_vllm.plugin.block_tables import BlockTables
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
+from kvpolicy_vllm.plugin.device_blocks import contents_of, given_away
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.marks import Grant, MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
 from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending, SurvivalLearner
+from kvpolicy_vllm.plugin.prompt_cache import PromptCache
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
 from kvpolicy_vllm.plugin.swaps import Swaps
 from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
@@ -55,6 +57,7 @@ class Controller:
         memory: Memory | None = None,
     ) -> None:
         self.core, self.decider, self.copies, self.clock = core, decider, copies, clock
+        copies.segment_bytes = segment_bytes
         self.ledger: Ledger[OpenPreemption] = Ledger()
         self.metrics = MetricsCounter(copies, self.ledger)
         self.observers = Observers(complain)
@@ -71,7 +74,8 @@ class Controller:
         self.next_step = 0
         """Number of the next step in table ``steps``."""
         self._complain, self._load_policy = complain, load_policy
-        self._segment_bytes = segment_bytes
+        self.prompts: PromptCache | None = None
+        """None where host memory is for preempted requests only; see :meth:`cache_prompts`."""
         self.tables: BlockTables | None = None
         """None where one block table holds every token's block; see :meth:`keep_tables`."""
         self._labels: Mapping[str, Any] = {}
@@ -100,6 +104,16 @@ class Controller:
         if tables is not None:
             self.survival = AllOrNothing()
             self.observers.replace(SurvivalLearner, SurvivalLearner(self.survival))
+
+    def cache_prompts(self, key_of: Callable[[Any], Hashable]) -> PromptCache:
+        """Find prompts in host memory; the copies have a caching policy. ``key_of``: see :class:`PromptCache`."""
+        self.prompts = PromptCache(
+            self.copies, self.decider, key_of, self.observers, self.metrics.tally, self._complain, self._marks_of
+        )
+        return self.prompts
+
+    def _marks_of(self, request: Any) -> Marks:
+        return self.marks.of(request)
 
     def grant_marks(self, grant: Grant) -> None:
         """Let requests be of the classes, and have the deadlines, priorities and hints, that ``grant`` gives them."""
@@ -139,6 +153,8 @@ class Controller:
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges since the start, by ``name|label=value``."""
+        if self.prompts is not None:
+            self.prompts.count()
         return self.metrics.stats()
 
     @property
@@ -154,11 +170,15 @@ class Controller:
         self._scheduler, self._running_view = scheduler, None
         self._step = Step(self.next_step, self.clock(), lost=self._lost)
         self._belongs_to, self.next_step = self.next_step, self.next_step + 1
+        if self.prompts is not None:
+            self.prompts.step_begins(scheduler, self._belongs_to, self.clock)
 
     def preempting(self, request: Any, cause: Cause) -> None:
         """A request is about to lose its blocks: decide, and queue a save if it is to be swapped."""
         if cause == "reset":
             self.forget_saved()
+        if self.prompts is not None:
+            self.prompts.preempted(request, cause)
         self._preemptions += 1
         preemption_id = f"{self.core}-{self._preemptions}"
         self._lost.append(preemption_id)
@@ -215,11 +235,15 @@ class Controller:
         """Everything saved or queued is stale, as after a change of weights."""
         self.swaps.forget_all()
         self.survival.forget()
+        if self.prompts is not None:
+            self.prompts.forget()
 
     # ---- from the connector ----
 
     def arrived(self, request: Any) -> None:
         self.observers.tell("arrived", request, self.clock())
+        if self.prompts is not None:
+            self.prompts.arrived(request)
 
     def loadable_tokens(self, request: Any, local_tokens: int) -> int:
         """Tokens to load beyond the local hit; 0 where it is better to compute them again. Called at every admission
@@ -233,6 +257,8 @@ class Controller:
         copy = self.copies.of(request.request_id)
         if copy is not None:  # an earlier answer, with less on the device, is not what happens
             copy.asked_at_resume, copy.loads = None, True
+        elif self.prompts is not None:
+            return self.prompts.loadable_tokens(request, local_tokens)
         return 0
 
     def _loads(self, request: Any, total_tokens: int, local_tokens: int) -> bool:
@@ -270,9 +296,11 @@ class Controller:
         if load_tokens > 0 and copy is not None:
             wanted, into = self._to_load(request, copy, block_ids, load_tokens)
             self.copies.begin_load(request_id, wanted, tuple(into), load_tokens)
-            if self.copies.pool.watched:
-                self._unlisted_blocks += into
-            self._scheduler.loaded_requests.load_begins(request)
+            self._load_begins(request, into)
+        elif copy is None and self.prompts is not None:
+            into = self.prompts.admitted(request, block_ids[0], load_tokens)
+            if into:
+                self._load_begins(request, into)
         elif copy is not None and copy.load_tokens == 0:
             # The prefix cache has all its tokens, it is better to compute them, or vLLM does not load.
             self.swaps.forget(request_id)
@@ -281,6 +309,11 @@ class Controller:
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.clock()
             self.survival.admitted(opened.preemption_id)
+
+    def _load_begins(self, request: Any, into: list[int]) -> None:
+        if self.copies.pool.watched:
+            self._unlisted_blocks += into
+        self._scheduler.loaded_requests.load_begins(request)
 
     def _to_load(
         self, request: Any, copy: Copy, block_ids: Sequence[list[int]], load_tokens: int
@@ -300,7 +333,8 @@ class Controller:
         """The workers' jobs in the step that vLLM has just scheduled. ``output``: what it schedules."""
         copies = self.copies
         if copies.pool.watched:
-            copies.lost(self._given_away(output))
+            blocks = self._scheduler.kv_cache_manager.block_pool.blocks
+            copies.lost(given_away(output, self._unlisted_blocks, copies.pool, blocks))
             self._unlisted_blocks = []
         jobs = copies.take_jobs(self._step.number, output.total_num_scheduled_tokens == 0, self._taken_of)
         if copies.begun or copies.given_up:
@@ -312,21 +346,6 @@ class Controller:
             preemptions = {job.copy_id: self.copies.preemption_of(job) for job in (*jobs.saves, *jobs.loads)}
             self.observers.tell("copies_begin", jobs, preemptions)
         return jobs
-
-    def _given_away(self, output: Any) -> Iterator[int]:
-        """Blocks that the step takes and whose watched content the prefix cache has dropped.
-
-        A block may have been taken and given back by an earlier step, unwritten: it still has its content then. A hit
-        takes blocks and leaves them their content.
-        """
-        key_at, blocks = self.copies.pool.key_at, self._scheduler.kv_cache_manager.block_pool.blocks
-        taken = [self._unlisted_blocks, *(request.block_ids[0] for request in output.scheduled_new_reqs)]
-        taken += [groups[0] for groups in output.scheduled_cached_reqs.new_block_ids if groups]
-        for block_ids in taken:
-            for block_id in block_ids:
-                key = key_at(block_id)
-                if key is not None and key != blocks[block_id].block_hash:
-                    yield block_id
 
     def _taken_of(self, block_ids: Iterable[int]) -> set[int]:
         """Those of the blocks that the step being scheduled may write to. Where the engine clears new blocks, it may do
@@ -340,14 +359,19 @@ class Controller:
     def transferred(self, done: Iterable[Transfer]) -> None:
         """Process the copies that workers finished."""
         for settled in self.copies.acknowledge(done):
-            self._segment_bytes = settled.transfers[0].segment_bytes
+            self.copies.segment_bytes = settled.transfers[0].segment_bytes
             self.copies.health.settled(settled, self.clock())
             self.observers.tell("copied", settled, self._step.number)
-            self.swaps.settled(settled)
+            if self.prompts is not None and settled.copy.preemption_id == CACHE_COPY:
+                self.prompts.settled(settled, self.ledger)
+            else:
+                self.swaps.settled(settled)
 
     def finished(self, request: Any) -> None:
         """The request ended, finished or aborted."""
         self.swaps.forget(request.request_id)
+        if self.prompts is not None:
+            self.prompts.ended(request)
         opened, now = self.ledger.open_preemption(request.request_id), self.clock()
         outcome = self.ledger.remove(request.request_id, now)
         if opened is not None and outcome is not None:
@@ -384,7 +408,7 @@ class Controller:
         try:
             situation = situation_of(
                 request, scheduler, RunningView(scheduler, request, self.tables), "displaced", self.copies,
-                self._segment_bytes, self.survival, now,
+                self.copies.segment_bytes, self.survival, now,
             )  # fmt: skip
             situation = as_taken_out(situation)
             refusal = why_not_loadable(request, scheduler, self.copies, now, self.tables)
@@ -406,7 +430,7 @@ class Controller:
             self._running_view = RunningView(self._scheduler, request, self.tables)
         view, scheduler, now = self._running_view, self._scheduler, self.clock()
         survival = None if self._labels else self.survival  # a tool that measures evicts what the victim alone held
-        situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, survival, now)
+        situation = situation_of(request, scheduler, view, cause, self.copies, self.copies.segment_bytes, survival, now)
         refusal = why_not_loadable(request, scheduler, self.copies, now, self.tables)
         decision = self.decider.decide(situation, policies.why_no_swap(situation, refusal))
         identity = Identity(preemption_id, request.request_id, request.num_preemptions, self._belongs_to, self._labels)
@@ -422,26 +446,8 @@ class Controller:
     def _swap(self, pending: Pending) -> None:
         request_id, situation = pending.identity.request_id, pending.situation
         if self.tables is None:
-            self.swaps.begin(pending, self._contents(request_id, situation))
+            contents = contents_of(request_id, situation, self._scheduler, self.copies.pool, bool(self._labels))
+            self.swaps.begin(pending, contents)
             return
         needed = self.tables.needed(self._scheduler, request_id, situation.computed_tokens)
         self.swaps.begin(pending, [(None, block.block_id) for block in needed.values()], tuple(needed))
-
-    def _contents(self, request_id: str, situation: Preemption) -> list[tuple[Hashable | None, int]]:
-        """Hash and number of each block that a request loses, in order.
-
-        vLLM hashes a block when the step that fills it is scheduled. Where that step preempts the request after all,
-        the block is not full, and its hash stands for more than it holds.
-
-        Where the engine clears new blocks, it may do so before the worker can save what they held, and a tool that
-        measures evicts them. There no block can be left on the device, and none has a hash here, unless a tool has its
-        content in host memory.
-        """
-        manager = self._scheduler.kv_cache_manager
-        leave = not (self._scheduler.needs_kv_cache_zeroing or self._labels)
-        blocks = manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
-        full_blocks = situation.computed_tokens // situation.block_size if leave or self._labels else 0
-        hashes = [block.block_hash if index < full_blocks else None for index, block in enumerate(blocks)]
-        if not leave:
-            hashes = [value if self.copies.pool.stored([value]) else None for value in hashes]
-        return [(value, block.block_id) for value, block in zip(hashes, blocks, strict=True)]

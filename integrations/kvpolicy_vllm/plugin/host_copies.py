@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from kvpolicy.events import TOOL_COPY, Preemption
+from kvpolicy.caching import CachingPolicy
+from kvpolicy.events import CACHE_COPY, TOOL_COPY, Preemption
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy_vllm.plugin.block_tables import Position
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, NO_SLOT, Direction, Job, StepJobs, Transfer
@@ -29,7 +30,7 @@ NOTHING, NOTHING_IDLE = StepJobs(-1), StepJobs(-1, idle=True)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Copy(HostCopy):
-    """Saved KV of one request, from one preemption."""
+    """Saved KV of one request, from one preemption, or what it found of other requests'."""
 
     request_id: str
     preemption_id: str
@@ -88,12 +89,17 @@ class Sent:
 
 
 class CopyBook:
-    """All copies of one engine core. ``ranks``: how many workers must finish a transfer."""
+    """All copies of one engine core. ``ranks``: how many workers must finish a transfer. ``cache``: what slots that no
+    copy needs are used by; None for nothing."""
 
-    def __init__(self, slots: int, ranks: int, block_bytes: int) -> None:
-        self.pool: HostStore = HostStore(slots)
+    def __init__(self, slots: int, ranks: int, block_bytes: int, cache: CachingPolicy | None = None) -> None:
+        self.pool: HostStore = HostStore(slots, cache)
         self.ranks = ranks
         self.block_bytes = block_bytes
+        self.segment_bytes = block_bytes
+        """Contiguous bytes of a block."""
+        self._cache = Copy(0, request_id=NO_REQUEST, preemption_id=CACHE_COPY)
+        """What saves of contents that no copy needs are accounted to."""
         self.health = CopyHealth()
         self._next_id = 0
         self._of_request: dict[str, Copy] = {}
@@ -158,6 +164,14 @@ class CopyBook:
         copy = self._of_request[request_id]
         copy.load_tokens = tokens
         self._queue_load(copy, wanted, block_ids)
+
+    def load_contents(self, request_id: str, keys: Sequence[Hashable], block_ids: tuple[int, ...], tokens: int) -> None:
+        """Queue the load of contents of other requests, of ``tokens`` tokens, into ``block_ids``."""
+        copy = Copy(0, self._number(), request_id=request_id, preemption_id=CACHE_COPY)
+        self._of_request[request_id] = copy
+        self.pool.hold(copy, keys)
+        copy.load_tokens = tokens
+        self._queue_load(copy, range(len(keys)), block_ids)
 
     def _queue_load(self, copy: Copy, wanted: Sequence[int], block_ids: tuple[int, ...]) -> None:
         self._queue_saves(self.pool.begin_load(copy, wanted))
@@ -235,19 +249,24 @@ class CopyBook:
                 del self._sent[transfer.copy_id]
                 self._unread_saves.pop(transfer.copy_id, None)
                 settled.append(Settled(sent.copy, sent.direction, tuple(sent.acks)))
-                self._settle(sent, settled[-1].ok)
+                self._settle(sent, transfer.copy_id, settled[-1].ok)
         return settled
 
-    def _settle(self, sent: Sent, ok: bool) -> None:
+    def _settle(self, sent: Sent, copy_id: int, ok: bool) -> None:
         self._queued_blocks[sent.direction] -= len(sent.blocks)
         if sent.direction == "load":
             if self._of_request.get(sent.copy.request_id) is sent.copy:
                 del self._of_request[sent.copy.request_id]
             self.loading -= 1
+            if not ok and self.pool.cache is not None:  # whoever finds them would fail again
+                for block in sent.blocks:
+                    self.pool.spoiled(block)
             self.pool.release(sent.copy)
         elif not ok:
             for block in sent.blocks:
                 self._damage(block)
+                if self.pool.cache is not None and block.saved_by == copy_id:
+                    self.pool.spoiled(block)
 
     def _damage(self, block: HostBlock) -> None:
         """The block's save has failed: copies that need it are forgotten. One that is being loaded fails to load."""
@@ -269,7 +288,7 @@ class CopyBook:
 
     def _save_jobs(self) -> Iterator[Job]:
         """One job for each copy that a save is accounted to."""
-        saves = by_owner(self._saves)
+        saves = by_owner(self._saves, self._cache)
         self._queued_blocks["save"] += sum(len(blocks) for _, blocks in saves) - len(self._saves)  # less forgotten ones
         self._saves = []
         for copy, blocks in saves:
@@ -278,7 +297,7 @@ class CopyBook:
             for block in blocks:
                 block.saved_by = job.copy_id
             self._sent[job.copy_id] = sent = Sent(copy, "save", blocks, set(job.block_ids))
-            if copy.request_id != NO_REQUEST:
+            if copy.preemption_id != TOOL_COPY:
                 self._unread_saves[job.copy_id] = sent
             yield job
 
@@ -302,7 +321,7 @@ class CopyBook:
         that step computes, and no later step has to wait for it."""
         overwritten: set[int] = set()
         for copy_id, sent in list(self._unread_saves.items()):
-            if any(block.holders for block in sent.blocks):
+            if any(block.holders or block.cached for block in sent.blocks):
                 taken = taken_of(sent.unread)
                 overwritten |= taken
                 sent.unread -= taken

@@ -127,7 +127,9 @@ class LoadedRequests:
 def _holds_blocks(request: Any) -> bool:
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         return True
-    return bool(request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0)
+    # A new request that was loaded with what others left waits as it did before, with blocks.
+    waits = request.status in (RequestStatus.PREEMPTED, RequestStatus.WAITING)
+    return bool(waits and request.num_computed_tokens > 0)
 
 
 def lacks_slot(request: Any, taken_slots: frozenset[int] | None) -> bool:

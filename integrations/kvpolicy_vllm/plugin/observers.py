@@ -16,6 +16,7 @@ from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
 from kvpolicy.events import Cause, Decision, Outcome, Preemption
 from kvpolicy.order import Choice
 from kvpolicy.policy import Policy
+from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
@@ -88,6 +89,9 @@ class Observer:
 
     def loaded(self, request_id: str, tokens: int) -> None:
         """Tokens of a request are back from the host pool."""
+
+    def prompt_loaded(self, request_id: str, tokens: int) -> None:
+        """Tokens of a request were loaded from what others left in host memory."""
 
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         """A preemption ended: its request is back at the token it had reached, was preempted again, or is gone."""
@@ -270,11 +274,11 @@ class MetricsCounter(Observer):
     def __init__(self, copies: CopyBook, ledger: Ledger[OpenPreemption]) -> None:
         self.tally = Tally()
         self._copies, self._ledger = copies, ledger
-        self._shown = (-1, -1)
+        self._shown = (-1, -1, -1)
 
     def report(self) -> dict[str, dict[str, float]] | None:
         """See :meth:`Tally.report`."""
-        if not self.tally.unreported and self._shown == (self._copies.pool.used, len(self._ledger)):
+        if not self.tally.unreported and self._shown == self._levels():
             return None  # true in nearly every step
         self._set_gauges()
         return self.tally.report()
@@ -296,10 +300,16 @@ class MetricsCounter(Observer):
         self.tally.set("cost_model", value, policy=policy.label, digest=digest)
 
     def _set_gauges(self) -> None:
-        self._shown = self._copies.pool.used, len(self._ledger)
+        self._shown = self._levels()
+        pool = self._copies.pool
+        if pool.cache is not None:
+            self.tally.set("cached_slots", pool.cached, tier=HOST_TIER)
         self.tally.set("host_slots_used", self._copies.pool.used)
         self.tally.set("host_slots_total", self._copies.pool.total)
         self.tally.set("open_preemptions", len(self._ledger))
+
+    def _levels(self) -> tuple[int, int, int]:
+        return self._copies.pool.used, self._copies.pool.cached, len(self._ledger)
 
     def begin_afresh(self) -> bool:
         """Counters have no partial state, so this observer is never dropped."""
@@ -337,6 +347,9 @@ class MetricsCounter(Observer):
 
     def loaded(self, request_id: str, tokens: int) -> None:
         self.tally.add("loaded_tokens", tokens)
+
+    def prompt_loaded(self, request_id: str, tokens: int) -> None:
+        self.tally.add("cache_loaded_tokens", tokens, tier=HOST_TIER)
 
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         if outcome.ended != "resumed":

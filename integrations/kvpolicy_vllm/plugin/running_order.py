@@ -60,9 +60,10 @@ class RunningOrder:
     def _place_of(self, request: Any) -> int:
         """Index of an admitted request among the running ones; its number is set."""
         running, number = self._scheduler.running, self._left.get(request)
-        if number is None or request not in self._loaded:
+        loaded = request in self._loaded
+        self._loaded.discard(request)
+        if number is None or not loaded:  # or what it was loaded with is of others
             self.put_last(request)
             return len(running)
-        self._loaded.discard(request)
         self._numbers[request] = number
         return bisect_right(running, number, key=lambda other: self._numbers.get(other, 0))

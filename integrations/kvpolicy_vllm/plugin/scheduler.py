@@ -237,7 +237,10 @@ class PolicyHooks:
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 if request.request_id in self.loaded_requests.requests:  # not another connector's load
                     self.discard_load(request)
-            elif request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0:
+            elif request.num_computed_tokens > 0 and (
+                request.status == RequestStatus.PREEMPTED
+                or (request.status == RequestStatus.WAITING and request.request_id in self.loaded_requests.requests)
+            ):
                 # Loaded but not yet admitted, as a block is missing: vLLM's own reset would leave it its blocks.
                 self._take_blocks(request)
         return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
@@ -255,7 +258,7 @@ class PolicyHooks:
         self.finished_recving_kv_req_ids.remove(request.request_id)
         self.failed_recving_kv_req_ids.discard(request.request_id)
         self._take_blocks(request)
-        request.status = RequestStatus.PREEMPTED
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
 
     def _take_blocks(self, request: Any) -> None:
         self.kv_cache_manager.free(request)

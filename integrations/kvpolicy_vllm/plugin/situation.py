@@ -95,7 +95,7 @@ def situation_of(
         size = scheduler.block_size
         held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
         shared = len(held) - [block.ref_cnt for block in held].count(1)
-        hashed = min(bisect_left(held, True, key=_is_unhashed), computed // size)  # see Controller._contents
+        hashed = min(bisect_left(held, True, key=_is_unhashed), computed // size)  # see contents_of
         keyed = held[:hashed]
     else:
         size = min(tables.block_sizes)
@@ -139,6 +139,47 @@ def situation_of(
         priority=request.priority,
         cause=cause,
         absence_tokens=None if survival is None else survival.absence_tokens(cause),
+    )
+
+
+def prompt_situation(
+    scheduler: Any, copies: CopyBook, total_tokens: int, local_tokens: int, now: float, request: Any = None
+) -> Preemption:
+    """The situation of a request that goes on in host memory up to ``total_tokens``, as if it had been preempted there:
+    ``local_tokens`` are on the device, the others are to be loaded, or computed.
+
+    ``request``: None for one that is not there yet. O(running requests).
+    """
+    size, pool = int(scheduler.block_size), scheduler.kv_cache_manager.block_pool
+    local_blocks, running = local_tokens // size, scheduler.running
+    waiting = scheduler.get_num_unfinished_requests() - len(running)
+    return Preemption(
+        time_s=now,
+        computed_tokens=total_tokens,
+        prompt_tokens=total_tokens if request is None else request.num_prompt_tokens,
+        output_tokens=0 if request is None else request.num_output_tokens,
+        block_size=size,
+        block_bytes=copies.block_bytes,
+        segment_bytes=copies.segment_bytes,
+        held_blocks=-(-total_tokens // size),
+        shared_blocks=0,
+        hashed_blocks=local_blocks,
+        hit_blocks=float(local_blocks),
+        save_blocks=0.0,
+        device_blocks=pool.num_gpu_blocks,
+        free_blocks=pool.get_num_free_blocks(),
+        short_blocks=0,
+        host_blocks=copies.pool.total,
+        free_host_blocks=copies.pool.free,
+        running_requests=len(running),
+        waiting_requests=max(0, waiting),
+        batch_tokens=sum(other.num_computed_tokens for other in running),
+        queued_save_bytes=copies.queued_bytes("save"),
+        queued_load_bytes=copies.queued_bytes("load"),
+        earlier_preemptions=0 if request is None else request.num_preemptions,
+        priority=0 if request is None else request.priority,
+        cause="memory",
+        absence_tokens=0.0,
     )
 
 

@@ -135,6 +135,8 @@ class TraceRecorder(Observer):
         if life is not None:
             life.loaded_tokens += tokens
 
+    prompt_loaded = loaded
+
     # ---- steps ----
 
     def scheduled(self, step: Step[OpenPreemption], output: Any, scheduler: Any) -> None:

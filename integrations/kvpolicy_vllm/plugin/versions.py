@@ -17,6 +17,7 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy import policy as policies
+from kvpolicy.caching import spec as caching
 from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.connector_list import configured, own_settings, problem_of
 from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
@@ -144,6 +145,7 @@ def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> No
     _refuse_model(config)
     _refuse_speculation(config)
     _refuse_routed_experts(config)
+    _refuse_cache(config, kv_cache)
     if kv_cache is not None:
         _refuse_kv_cache(config, kv_cache)
 
@@ -356,6 +358,31 @@ def _refuse_routed_experts(config: VllmConfig) -> None:
             "kvpolicy does not serve --enable-return-routed-experts on a vLLM older than 0.33, where a request that is "
             "loaded ends the engine; install 0.33, or run this engine without the kvpolicy flags"
         )
+
+
+def _refuse_cache(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
+    """Refuse to cache prompts where no test has shown that what is found is right."""
+    transfer, model = config.kv_transfer_config, config.model_config
+    if transfer is None or own_settings(transfer).get("cache", caching.OFF) == caching.OFF:
+        return
+    beside = connectors_beside(config)
+    refusals = (
+        (not config.cache_config.enable_prefix_caching, "without prefix caching: leave --no-enable-prefix-caching out"),
+        (config.speculative_config is not None, "with speculative decoding"),
+        (model.use_mla, "of an MLA model"),
+        (model.is_hybrid, "of a model whose layers keep states beside attention"),
+        (bool(beside), f"beside {beside[0]}" if beside else ""),
+        (
+            hasattr(config, "aux_output_config") and config.aux_output_config.enabled,
+            "with --enable-return-routed-experts",
+        ),
+        (kv_cache is not None and not is_plain(kv_cache), "of a model with several KV cache groups, or windows"),
+        (bool(getattr(kv_cache, "needs_kv_cache_zeroing", False)), "of a model whose new blocks are cleared"),
+    )
+    for is_refused, what in refusals:
+        if is_refused:
+            instead = " or" if ": " in what else ":"
+            raise UnsupportedEngine(f"kvpolicy does not cache prompts {what}{instead} leave --cache out")
 
 
 def _refuse_first(refusals: Iterable[tuple[bool, str]]) -> None:

@@ -1,0 +1,49 @@
+"""What is in the blocks of the device: the contents that a request loses, and those that a step takes from others.
+
+Imports no vLLM: everything is read from the scheduler object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+from kvpolicy.events import Preemption
+from kvpolicy.host_store import HostStore
+
+
+def given_away(output: Any, unlisted: Iterable[int], pool: HostStore, blocks: Any) -> Iterator[int]:
+    """Blocks that a step takes and whose watched content the prefix cache has dropped.
+
+    ``output``: what vLLM schedules; ``unlisted``: blocks that the step takes and its output does not list; ``blocks``:
+    those of the device. A block may have been taken and given back by an earlier step, unwritten: it still has its
+    content then. A hit takes blocks and leaves them their content.
+    """
+    taken = [unlisted, *(request.block_ids[0] for request in output.scheduled_new_reqs)]
+    taken += [groups[0] for groups in output.scheduled_cached_reqs.new_block_ids if groups]
+    for block_ids in taken:
+        for block_id in block_ids:
+            key = pool.key_at(block_id)
+            if key is not None and key != blocks[block_id].block_hash:
+                yield block_id
+
+
+def contents_of(
+    request_id: str, situation: Preemption, scheduler: Any, pool: HostStore, measured: bool
+) -> list[tuple[Hashable | None, int]]:
+    """Hash and number of each block that a request loses, in order.
+
+    vLLM hashes a block when the step that fills it is scheduled. Where that step preempts the request after all, the
+    block is not full, and its hash stands for more than it holds.
+
+    Where the engine clears new blocks, it may do so before the worker can save what they held, and a tool that measures
+    evicts them. There no block can be left on the device, and none has a hash here, unless a tool has its content in
+    host memory. ``measured``: whether a tool measures.
+    """
+    leave = not (scheduler.needs_kv_cache_zeroing or measured)
+    blocks = scheduler.kv_cache_manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
+    full_blocks = situation.computed_tokens // situation.block_size if leave or measured else 0
+    hashes = [block.block_hash if index < full_blocks else None for index, block in enumerate(blocks)]
+    if not leave:
+        hashes = [value if pool.stored([value]) else None for value in hashes]
+    return [(value, block.block_id) for value, block in zip(hashes, blocks, strict=True)]

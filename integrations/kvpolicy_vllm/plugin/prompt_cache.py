@@ -1,0 +1,278 @@
+"""The cache of prompts in host memory: what requests give back to it, what they find in it, and whether they load that.
+
+Imports no vLLM: everything is read from the scheduler object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from kvpolicy.caching import CachingPolicy, Hinted
+from kvpolicy.caching import spec as caching
+from kvpolicy.caching.guarded import Guarded
+from kvpolicy.events import Cause, Preemption
+from kvpolicy.policy import Decider
+from kvpolicy.policy.decision import HOST_TIER
+from kvpolicy.request_marks import HintLimits, Marks
+from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.observers import Observers, Tally
+from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
+
+WORTH_STEPS = 256
+"""Steps for which it is remembered which lengths are worth storing: predictions change with the batch."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a waiting request was last found to have in host memory."""
+
+    asked: tuple[int, int, int]
+    """Local hit in tokens, blocks found beyond it, and bytes of loads under way."""
+    loads: bool
+    """Whether they are better loaded than computed."""
+
+
+class PromptCache:
+    """One per engine core. ``key_of``: the key of a block in vLLM's prefix cache, from one of a request's hashes.
+
+    Nothing here may stop a request: after an error in deciding, the prompt is computed, as vLLM alone would have done.
+    """
+
+    def __init__(
+        self,
+        copies: CopyBook,
+        decider: Decider,
+        key_of: Callable[[Any], Hashable],
+        observers: Observers,
+        tally: Tally,
+        complain: Callable[[str], None],
+        marks: Callable[[Any], Marks] = lambda request: Marks(),
+    ) -> None:
+        """``marks``: what a request says of itself, as it was granted."""
+        self._copies, self._decider, self._key_of, self._marks = copies, decider, key_of, marks
+        self._observers, self._tally, self._complain = observers, tally, complain
+        self._scheduler: Any = None
+        self._asked_blocks: dict[str, int] = {}
+        """Full blocks of the prompt of each unfinished request."""
+        self._found: dict[str, Found] = {}
+        """By request that waits."""
+        self._worth: dict[int, bool] = {}
+        self._worth_until = 0
+        self._now: Callable[[], float] = lambda: 0.0
+        self._stale: set[str] = set()
+        """Requests that hold blocks computed before the last reset, which are not what their keys stand for."""
+        self._hinted: dict[str, int] = {}
+        self._counted = {"stored": 0, "refused": 0, "evicted": 0}
+        copies.pool.worth_storing = self._is_worth_storing
+
+    def __len__(self) -> int:
+        """Number of requests of which anything is remembered."""
+        return len(self._asked_blocks.keys() | self._found.keys() | self._stale)
+
+    def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
+        self._scheduler, self._now = scheduler, clock
+        self.count()
+        if step >= self._worth_until:
+            self._worth, self._worth_until = {}, step + WORTH_STEPS
+
+    # ---- what requests have ----
+
+    def arrived(self, request: Any) -> None:
+        """A new request: the policy learns what is asked for."""
+        prompt = [self._key_of(value) for value in request.block_hashes]
+        self._asked_blocks[request.request_id] = len(prompt)
+        self._copies.pool.asked(prompt)
+        self._heed_hints(request, prompt)
+
+    def _heed_hints(self, request: Any, chain: Sequence[Hashable]) -> None:
+        """Let the policy know what the request says of its window."""
+        if not isinstance(self._copies.pool.cache, Hinted):
+            return
+        try:
+            marks = self._marks(request)
+            if marks.hints:
+                self._copies.pool.hinted(chain, marks.hints, marks.class_name)
+        # The boundary between clients and a server: a hint that cannot be heeded is none.
+        except Exception:  # noqa: BLE001
+            self._tally.add("hints_failed")
+            self._complain("heeding a request's hints about its KV failed (counted as hints_failed)")
+
+    def given_back(self, request: Any) -> None:
+        """The request is about to lose its blocks: what the device may lose of them from now on is watched."""
+        if self._scheduler is None or request.request_id in self._stale:
+            return
+        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+        computed = blocks[: request.num_computed_tokens // self._size]
+        hashed = [*takewhile(lambda block: block.block_hash is not None, computed)]
+        asked = self._asked_blocks.get(request.request_id, 0)
+        chain = [block.block_hash for block in hashed]
+        self._copies.pool.given_back(chain, [block.block_id for block in hashed], min(asked, len(chain)))
+
+    def ended(self, request: Any) -> None:
+        self._heed_hints(request, [self._key_of(value) for value in request.block_hashes])
+        self.given_back(request)
+        self._asked_blocks.pop(request.request_id, None)
+        self._found.pop(request.request_id, None)
+        self._stale.discard(request.request_id)
+
+    def forget(self) -> None:
+        """Nothing that is on the device, or was found, may be used again, as after a change of weights."""
+        self._found.clear()
+        if self._scheduler is not None:
+            self._stale = {name for name, request in self._scheduler.requests.items() if request.num_computed_tokens}
+
+    def preempted(self, request: Any, cause: Cause) -> None:
+        """The request is about to lose its blocks, which nobody may use again after a reset. What it computes after one
+        is right again."""
+        if cause == "reset":
+            self._stale.discard(request.request_id)
+        else:
+            self.given_back(request)
+
+    # ---- what requests find ----
+
+    def loadable_tokens(self, request: Any, local_tokens: int) -> int:
+        """Tokens to load beyond the local hit; 0 where none is in host memory, or it is better to compute them. At
+        least one token is left to compute. Changes nothing that is recorded."""
+        pool, first = self._copies.pool, local_tokens // self._size
+        keys = self._keys(request, first, (int(request.num_tokens) - 1) // self._size)
+        blocks = pool.leading(keys)
+        if not blocks or why_not_loadable(request, self._scheduler, self._copies, self._now()):
+            self._found.pop(request.request_id, None)
+            return 0
+        asked = local_tokens, blocks, self._copies.queued_bytes("load")
+        found = self._found.get(request.request_id)
+        if found is None or found.asked != asked:
+            found = self._found[request.request_id] = Found(asked, self._is_worth_loading(request, asked))
+        return blocks * self._size if found.loads else 0
+
+    def admitted(self, request: Any, block_ids: Sequence[int], load_tokens: int) -> list[int]:
+        """The request has device blocks, of which ``load_tokens`` tokens are to be loaded; returns those to load
+        into."""
+        found = self._found.pop(request.request_id, None)
+        blocks = load_tokens // self._size
+        if found is not None:
+            outcome = "loaded" if load_tokens else "cheaper" if not found.loads else "passed_over"
+            self._tally.add("cache_hits", tier=HOST_TIER, outcome=outcome)
+            self._tally.add("cache_hit_tokens", found.asked[1] * self._size, tier=HOST_TIER, outcome=outcome)
+        if not blocks:
+            return []
+        first = len(block_ids) - blocks
+        keys = self._keys(request, first, len(block_ids))
+        self._copies.load_contents(request.request_id, keys, tuple(block_ids[first:]), load_tokens)
+        return list(block_ids[first:])
+
+    def settled(self, settled: Settled, ledger: Any) -> None:
+        """A copy of the cache is finished on all ranks."""
+        copy = settled.copy
+        if settled.direction == "save" or copy.orphan:
+            return
+        if not settled.ok:
+            self._observers.tell("fell_back", "cache_load_failed")
+            return
+        self._observers.tell("prompt_loaded", copy.request_id, copy.load_tokens)
+        opened = ledger.open_preemption(copy.request_id)
+        if opened is not None:  # its cost is that of neither option
+            opened.loaded_tokens, opened.mixed = copy.load_tokens, True
+
+    def count(self) -> None:
+        """Count what became of contents since the last call."""
+        counts = self._copies.pool.counts
+        self._count_hints()
+        for event, blocks in (("stored", counts.stored), ("refused", counts.refused), ("evicted", counts.evicted)):
+            if blocks > self._counted[event]:
+                self._tally.add("cache_blocks", blocks - self._counted[event], tier=HOST_TIER, event=event)
+                self._counted[event] = blocks
+
+    def _count_hints(self) -> None:
+        cache = self._copies.pool.cache
+        for event, blocks in asdict(cache.counts).items() if isinstance(cache, Hinted) else ():
+            before = self._hinted.get(event, 0)
+            if blocks > before:
+                self._tally.add("hinted_blocks", blocks - before, event=event)
+                self._hinted[event] = blocks
+
+    # ---- prices ----
+
+    def _is_worth_loading(self, request: Any, asked: tuple[int, int, int]) -> bool:
+        local_tokens, blocks, _ = asked
+        try:
+            situation = prompt_situation(
+                self._scheduler, self._copies, local_tokens + blocks * self._size, local_tokens, self._now(), request
+            )
+            return self._decider.loads_hit(situation)
+        # The boundary between a policy and a server: a prompt can always be computed.
+        except Exception:  # noqa: BLE001
+            self._tally.add("cache_undecided")
+            self._complain("deciding whether to load a prompt failed; it is computed (counted as cache_undecided)")
+            return False
+
+    def _is_worth_storing(self, blocks: int) -> bool:
+        """Whether a request would load that many leading blocks, if nothing else were under way."""
+        known = self._worth.get(blocks)
+        if known is None:
+            known = self._worth[blocks] = self._is_worth_loading(None, (0, blocks, 0))
+        return known and not self._copies.health.suspended(self._now())
+
+    def idle_situation(self, blocks: int) -> Preemption:
+        """That of a request with so many blocks in host memory, alone in the engine."""
+        situation = prompt_situation(self._scheduler, self._copies, blocks * self._size, 0, 0.0)
+        return replace(
+            situation, running_requests=0, batch_tokens=0, waiting_requests=0, queued_save_bytes=0, queued_load_bytes=0
+        )
+
+    @property
+    def _size(self) -> int:
+        return int(self._scheduler.block_size)
+
+    def _keys(self, request: Any, first: int, end: int) -> list[Hashable]:
+        return [self._key_of(value) for value in request.block_hashes[first:end]]
+
+
+class BlockPrices:
+    """Engine seconds that each block of a prompt saves where it is loaded and not computed, by its position, for the
+    caching policy by cost. 1 for every block where the policy of the server predicts no costs."""
+
+    LEAST_S = 1e-9
+
+    def __init__(self, costs: Callable[[Preemption], tuple[float, float] | None]) -> None:
+        self._costs = costs
+        self.situation: Callable[[int], Preemption] | None = None
+        """That of a request with so many blocks in host memory; set before blocks are compared."""
+        self._known: dict[int, float] = {}
+
+    def __call__(self, position: int) -> float:
+        price = self._known.get(position)
+        if price is None:
+            price = self._known[position] = self._price(position)
+        return price
+
+    def _price(self, position: int) -> float:
+        assert self.situation is not None
+        after = self._costs(self.situation(position + 1))
+        before = self._costs(self.situation(position)) if position else (0.0, 0.0)
+        if before is None or after is None:
+            return 1.0
+        loading_s = after[1] - before[1] if position else 0.0  # what every load takes is no block's own
+        return max(self.LEAST_S, after[0] - before[0] - loading_s)
+
+
+def caching_policy(
+    spec: str, slots: int, price: caching.Price, allow_python: bool, failed: Callable[[str], None]
+) -> CachingPolicy | None:
+    """The policy of that name; None where nothing is to be cached. ``failed``: called with the name of a method of it
+    that raised, while the exception is handled."""
+    policy = caching.load(spec, slots, price, allow_python)
+    if policy is None or type(policy).__module__.startswith(caching.GROUP):
+        return policy
+    return Guarded(policy, failed)
+
+
+def heeding_hints(
+    policy: CachingPolicy | None, limits: HintLimits, block_tokens: int, clock: Callable[[], float]
+) -> CachingPolicy | None:
+    """The policy with the hints of requests heeded, where anything is cached."""
+    return None if policy is None else Hinted(policy, clock, block_tokens, limits)

@@ -1,0 +1,91 @@
+"""The trees that prompts' blocks form: each block with the one before it, shared by all who have it in their chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+from weakref import WeakValueDictionary
+
+from kvpolicy.caching.base import Chain, Key
+
+
+class Node:
+    """A block of some chain. It lives as long as somebody holds it, or one that continues it."""
+
+    __slots__ = ("__weakref__", "key", "parent", "position", "reach")
+
+    def __init__(self, key: Key, parent: Node | None) -> None:
+        self.key, self.parent = key, parent
+        self.position: int = 0 if parent is None else parent.position + 1
+        """Index in every chain that it is of."""
+        self.reach = self.position + 1
+        """Number of blocks of the longest chain that it was seen in."""
+
+    @property
+    def chain(self) -> Path:
+        return Path(self)
+
+
+class Path(Sequence[Key]):
+    """The chain that ends with a node. O(1) to make; an element is found from the end."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self, last: Node) -> None:
+        self._last = last
+
+    def __len__(self) -> int:
+        return self._last.position + 1
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Key]: ...
+
+    def __getitem__(self, index: int | slice) -> Key | list[Key]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        wanted = index + len(self) if index < 0 else index
+        if not 0 <= wanted < len(self):
+            raise IndexError(f"block {index} of a chain of {len(self)}")
+        node = self._last
+        while node.position > wanted:
+            assert node.parent is not None
+            node = node.parent
+        return node.key
+
+    def __iter__(self) -> Iterator[Key]:
+        keys = list(reversed(self))
+        return reversed(keys)
+
+    def __reversed__(self) -> Iterator[Key]:
+        node: Node | None = self._last
+        while node is not None:
+            yield node.key
+            node = node.parent
+
+
+class Tree:
+    """All blocks that somebody holds. A key stands for the tokens of its block and of all before it, so it has the same
+    place in every chain."""
+
+    def __init__(self) -> None:
+        self._nodes: WeakValueDictionary[Key, Node] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def nodes(self, chain: Chain) -> list[Node]:
+        """The node of each block of a chain. O(its blocks)."""
+        found: list[Node] = []
+        parent: Node | None = None
+        for key in chain:
+            node = self._nodes.get(key)
+            if node is None:
+                node = self._nodes[key] = Node(key, parent)
+            if node.reach < len(chain):
+                node.reach = len(chain)
+            found.append(node)
+            parent = node
+        return found

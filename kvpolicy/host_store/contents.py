@@ -1,0 +1,79 @@
+"""The records of host memory: contents of KV blocks, and the copies that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpolicy.caching.tree import Node
+
+
+@dataclass(slots=True, eq=False)
+class HostBlock:
+    """The content of one KV block that at least one copy needs, or that is cached or watched for the cache."""
+
+    key: Hashable | None
+    """The engine's hash of the block's tokens and of all before them, with what else decides the content: adapter,
+    cache salt. None for a content that no other request can have."""
+    place: Any
+    """Where it was on the device when it was last seen there, a block id or a simulator's block; it is there while it
+    is watched."""
+    holders: list[Any]
+    """Copies that need it, of a class made from :class:`HostCopy`, oldest first."""
+    slot: int | None = None
+    """Its place in host memory; None while only the device has it."""
+    saved_by: int = 0
+    """Number of the save that brings it to its slot; 0 before one is made."""
+    node: Node | None = None
+    """Its place among the chains of blocks; None where it is not for the cache."""
+
+    @property
+    def owner(self) -> Any:
+        """The copy that its save is accounted to."""
+        return self.holders[0]
+
+    @property
+    def cached(self) -> bool:
+        """Whether it has a slot that no copy needs."""
+        return not self.holders and self.key is not None and self.slot is not None
+
+
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """What a request needs to go on without computing it: it was preempted, or another request had the same."""
+
+    tokens: int
+    """Tokens whose KV the blocks hold."""
+    number: int = 0
+    """Rises in the order in which an engine makes copies."""
+    blocks: list[HostBlock] = field(default_factory=list)
+    loading: bool = False
+    """Whether a load is reading its slots: they cannot be given up."""
+
+
+def by_owner(blocks: Iterable[HostBlock], cache: Any = None) -> list[tuple[Any, list[HostBlock]]]:
+    """Copies in the order of their numbers, each with those of the blocks whose save is accounted to it. Blocks that
+    are not needed any more are left out.
+
+    ``cache``: a copy that saves of cached contents are accounted to, without which they are left out.
+    """
+    needed: dict[Any, list[HostBlock]] = {}
+    for block in blocks:
+        if block.holders:
+            needed.setdefault(block.owner, []).append(block)
+        elif block.cached and cache is not None:
+            needed.setdefault(cache, []).append(block)
+    return sorted(needed.items(), key=lambda item: item[0].number)
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What became of contents that no copy needed, in blocks since the start."""
+
+    stored: int = 0
+    """Saved because the device lost them."""
+    refused: int = 0
+    """Not saved: not worth a load, or copies need all slots."""
+    evicted: int = 0
+    """Left their slots, to copies or to other contents."""

@@ -1,0 +1,388 @@
+"""Slots of host memory: which contents are in them, and which are watched on the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvpolicy.caching.base import CachingPolicy, Chain
+from kvpolicy.caching.by_hints import Hinted
+from kvpolicy.caching.tree import Tree
+from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy
+from kvpolicy.request_marks import Hints
+
+
+class HostStore:
+    """Slots of host memory, one KV block each, and the contents that are in them or watched for them.
+
+    Copies come first. Where slots are short, cached contents leave theirs, and then the copy of the shortest request is
+    given up. Among copies that is the cheapest one to recompute per byte: a token costs the more the more tokens
+    precede it. ``given_up`` collects such copies until the caller takes them; they hold nothing any more.
+
+    ``cache``: chooses what is cached, for as many blocks as there are slots; without one nothing is. It knows every
+    content with a key that has a slot, and those that copies need are protected.
+    """
+
+    def __init__(self, slots: int, cache: CachingPolicy | None = None) -> None:
+        self.total = self.free = slots
+        """Slots in all, and those that no copy needs: unused ones, and those of cached contents."""
+        self.given_up: list[Any] = []
+        self.cache = cache
+        self.counts = CacheCounts()
+        self.worth_storing: Callable[[int], bool] = lambda blocks: True
+        """Whether blocks of a chain of so many blocks are stored for the cache: where loading all of them would cost
+        more than computing them, none is."""
+        # Freed slots are reused last, so that stale data stays intact as long as possible.
+        self._unused = deque(range(slots))
+        self._copies: dict[HostCopy, None] = {}
+        self._by_key: dict[Hashable, HostBlock] = {}
+        self._tree = Tree()
+        self.watched: dict[Hashable, HostBlock] = {}
+        """By place, blocks that have to be saved before their place on the device is given away."""
+
+    @property
+    def used(self) -> int:
+        """Slots that copies need."""
+        return self.total - self.free
+
+    @property
+    def cached(self) -> int:
+        """Slots of cached contents."""
+        return self.free - len(self._unused)
+
+    def obtainable(self, tokens: int, wanted: float, keys: Iterable[Hashable | None] = ()) -> int:
+        """Slots that a copy of a request of ``tokens`` computed tokens can have: those that no copy needs and, where
+        these are fewer than ``wanted``, those that only copies of shorter requests use.
+
+        ``keys``: of the copy's own contents. A slot that holds one of them is in use once the copy is made, whatever is
+        given up.
+        """
+        if self.cache is None and self.free >= wanted:
+            return self.free
+        own = set(keys)
+        free = self.free - sum(block is not None and block.cached for block in map(self._by_key.get, own))
+        if free >= wanted:
+            return free
+        return free + sum(
+            block.slot is not None
+            and (block.key is None or block.key not in own)
+            and all(holder.tokens < tokens and not holder.loading for holder in block.holders)
+            for block in {block: None for copy in self._copies if copy.tokens < tokens for block in copy.blocks}
+        )
+
+    def stored(self, keys: Iterable[Hashable | None]) -> int:
+        """How many contents with these keys have a slot."""
+        found = map(self._by_key.get, keys)
+        return sum(block is not None and block.slot is not None for block in found)
+
+    def leading(self, keys: Iterable[Hashable]) -> int:
+        """How many of these contents have a slot, up to the first one that has none."""
+        count = 0
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is None or block.slot is None:
+                break
+            count += 1
+        return count
+
+    # ---- for the cache ----
+
+    def asked(self, chain: Chain) -> None:
+        """A new request has this prompt: the keys of its full blocks. Without effect where nothing is cached."""
+        if self.cache is not None and chain:
+            self.cache.asked(chain, self.leading(chain))
+
+    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
+        """A request with this window says what of it will be asked for again. Without effect where hints are not
+        heeded."""
+        if isinstance(self.cache, Hinted) and (chain or hints.session is not None):
+            self.cache.hinted(chain, hints, class_name)
+
+    def given_back(self, chain: Chain, places: Iterable[Hashable], asked: int) -> None:
+        """A request gives its blocks back: the device may lose them from now on. Without effect where nothing is
+        cached.
+
+        ``chain``: keys of its leading full blocks; ``places``: of as many of these as are on the device; ``asked``: how
+        many of them its prompt had.
+        """
+        if self.cache is None or not chain:
+            return
+        if asked < len(chain):
+            self.cache.extended(chain, asked)
+        for node, place in zip(self._tree.nodes(chain), places, strict=False):
+            block = self._by_key.get(node.key)
+            if block is None:
+                block = self._by_key[node.key] = HostBlock(node.key, place, [], node=node)
+            elif block.node is None:
+                block.node = node
+                if block.slot is not None:
+                    self._tell_stored(block)
+            if self.watched.get(block.place) is not block:
+                block.place = place
+                self._watch(block)
+
+    def hold(self, copy: HostCopy, keys: Iterable[Hashable]) -> None:
+        """Let a new copy need contents that :meth:`leading` has found, in order. They are not evicted while it does.
+        One that is not there is a block without a slot, which cannot be loaded."""
+        self._copies[copy] = None
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is None or block.slot is None:
+                block = HostBlock(None, None, [copy])
+            else:
+                self._join(block, copy)
+            copy.blocks.append(block)
+
+    def spoiled(self, block: HostBlock) -> None:
+        """The block's save has failed: nothing is found by its key any more. Copies that need it are the caller's
+        matter."""
+        if block.key is None:
+            return
+        was_cached = block.cached
+        self._unwatch(block)
+        self._forget_key(block)
+        if was_cached:
+            self._free_slot(block)
+
+    # ---- for copies ----
+
+    def add(self, copy: HostCopy, contents: Iterable[tuple[Hashable | None, Hashable]]) -> list[HostBlock]:
+        """Keep the contents for a new copy; return the blocks that must be saved now, with slots.
+
+        ``contents``: key and place of each block, in order. The caller has checked with :meth:`obtainable` that those
+        without a key can have slots.
+        """
+        self._copies[copy] = None
+        now = []
+        for key, place in contents:
+            block = None if key is None else self._by_key.get(key)
+            if block is None:
+                block = HostBlock(key, place, [copy])
+                if key is None:
+                    now.append(block)
+                else:
+                    self._by_key[key] = block
+                    self._watch(block)
+            else:
+                self._join(block, copy)
+            copy.blocks.append(block)
+        return [block for block in now if block.holders and self._give_slot(block)]
+
+    def lost(self, places: Iterable[Hashable]) -> list[HostBlock]:
+        """The device gives these places away: return the blocks that must be saved before, with slots."""
+        watched = self.watched
+        if not watched:
+            return []
+        gone = [watched.pop(place) for place in places if place in watched]
+        if self.cache is None:
+            return [block for block in gone if block.holders and self._give_slot(block)]
+        gone = [block for block in gone if block.slot is None]
+        needed = [block for block in gone if block.holders]
+        self._make_room(len(needed))
+        saved = [block for block in needed if block.holders and self._give_slot(block)]
+        # One that got a slot for a copy that was given up for the next is cached by now.
+        return saved + self._cache([block for block in gone if not block.holders and block.slot is None])
+
+    def begin_load(self, copy: HostCopy, wanted: Sequence[int]) -> list[HostBlock]:
+        """The copy's blocks with these indices are about to be loaded; its others are no longer needed.
+
+        Return those that only the device has, which must be saved before, with slots. One that can have none, because
+        loads use them all, keeps the slot None: it cannot be loaded, and as nobody watches it any more, no later copy
+        may find it.
+        """
+        loaded = set(wanted)
+        for index, block in enumerate(copy.blocks):
+            if index not in loaded:
+                self._leave(block, copy)
+        copy.blocks = [copy.blocks[index] for index in wanted]
+        copy.loading = True
+        there = [block for block in copy.blocks if block.slot is None and block.place is not None]
+        for block in there:
+            self._unwatch(block)
+        saved = [block for block in there if self._give_slot(block)]
+        for block in there:
+            if block.slot is None:
+                self._forget_key(block)
+        return saved
+
+    def key_at(self, place: Hashable) -> Hashable | None:
+        """Key of the content that is watched at that place; None where none is."""
+        block = self.watched.get(place)
+        return None if block is None else block.key
+
+    def release(self, copy: HostCopy) -> None:
+        """The copy is no longer needed. Contents that no other copy needs are cached, or dropped. Without effect on a
+        copy that was released or given up before."""
+        if copy in self._copies:
+            del self._copies[copy]
+            for block in copy.blocks:
+                self._leave(block, copy)
+
+    def forget_keys(self) -> None:
+        """The keys stand for other contents from now on, as after a change of weights: nothing is found by them."""
+        for block in list(self._by_key.values()):
+            was_cached = block.cached
+            self._forget_key(block)
+            if was_cached:
+                self._free_slot(block)
+        self.watched.clear()
+
+    # ---- one content ----
+
+    def _watch(self, block: HostBlock) -> None:
+        earlier = self.watched.pop(block.place, None)
+        self.watched[block.place] = block
+        if earlier is None or earlier.slot is not None:
+            return
+        # It was given away unnoticed, and its content is gone.
+        for holder in list(earlier.holders):
+            self.release(holder)
+            self.given_up.append(holder)
+        self._forget_key(earlier)
+
+    def _unwatch(self, block: HostBlock) -> None:
+        if self.watched.get(block.place) is block:  # another content may be watched there by now
+            del self.watched[block.place]
+
+    def _forget_key(self, block: HostBlock) -> None:
+        if block.key is None:
+            return
+        del self._by_key[block.key]
+        if self.cache is not None and block.slot is not None:
+            self.cache.lost(block.key)
+        block.key = None
+
+    def _join(self, block: HostBlock, copy: HostCopy) -> None:
+        if block.cached:
+            self.free -= 1
+        block.holders.append(copy)
+
+    def _leave(self, block: HostBlock, copy: HostCopy) -> None:
+        block.holders.remove(copy)
+        if block.holders:
+            return
+        if block.slot is not None:
+            self.free += 1
+        if self._stays(block):
+            return
+        if block.key is not None:
+            self._unwatch(block)
+            self._forget_key(block)
+        if block.slot is not None:
+            self._unused.append(block.slot)
+
+    def _stays(self, block: HostBlock) -> bool:
+        """Whether a content that no copy needs any more stays, in its slot or watched on the device."""
+        if self.cache is None or block.key is None or block.node is None:
+            return False
+        return self.worth_storing(block.node.reach) if block.slot is not None else self._is_watched(block)
+
+    def _is_watched(self, block: HostBlock) -> bool:
+        return self.watched.get(block.place) is block
+
+    def _free_slot(self, block: HostBlock) -> None:
+        """The slot of a content that was cached is unused."""
+        assert block.slot is not None
+        self._unused.append(block.slot)
+        block.slot = None
+
+    # ---- slots ----
+
+    def _give_slot(self, block: HostBlock) -> bool:
+        """Give a copy's block a slot, for which cached contents leave theirs and copies may be given up; False where
+        the block is not needed any more, or loads use all slots."""
+        while not self.free:
+            if not self._give_up(block):
+                return False
+            if not block.holders:
+                return False
+        self._make_room(1)
+        self.free -= 1
+        self._take_slot(block)
+        return True
+
+    def _take_slot(self, block: HostBlock) -> None:
+        block.slot = self._unused.popleft()
+        self._tell_stored(block)
+
+    def _tell_stored(self, block: HostBlock) -> None:
+        if self.cache is not None and block.key is not None and block.node is not None:
+            self.cache.stored(block.node.chain, (block.node.position,))
+
+    def _cache(self, lost: Sequence[HostBlock]) -> list[HostBlock]:
+        """Cache what the device is about to lose and no copy needs; return what must be saved for that."""
+        wanted = []
+        for block in lost:
+            if block.key is None:
+                continue  # a copy that needed it was given up
+            if block.node is not None and self.worth_storing(block.node.reach):
+                wanted.append((block.node.position, block))
+            else:
+                self._forget_key(block)
+                self.counts.refused += 1
+        if len(wanted) > len(self._unused):  # a hit needs what is before a block, too
+            wanted.sort(key=lambda item: item[0])
+            parents = {block.node.parent.key for _, block in wanted if block.node and block.node.parent}
+            self._make_room(len(wanted), parents)
+        saved = []
+        for _, block in wanted:
+            if self._unused:
+                self._take_slot(block)
+                saved.append(block)
+                self.counts.stored += 1
+            else:
+                self._forget_key(block)
+                self.counts.refused += 1
+        return saved
+
+    def _make_room(self, slots: int, needed: Container[Hashable] | None = None) -> None:
+        """Let cached contents leave their slots until so many are unused, or nothing is cached.
+
+        ``needed``: keys of contents that are not evicted, even where too few slots become unused; None for a copy.
+        """
+        count = min(slots - len(self._unused), self.cached)
+        if count <= 0:
+            return
+        assert self.cache is not None, "nothing is cached without a policy"
+        for key in self.cache.evict(count, _Protected(self._by_key, needed or ())):
+            self._evicted(self._by_key[key])
+        if needed is not None or len(self._unused) >= slots:
+            return
+        # The policy has none to give up, as where copies need what continues each of them.
+        for block in [block for block in self._by_key.values() if block.cached][: slots - len(self._unused)]:
+            self.cache.lost(block.key)
+            self._evicted(block)
+
+    def _evicted(self, block: HostBlock) -> None:
+        """A cached content leaves host memory; the policy knows."""
+        self._free_slot(block)
+        self.counts.evicted += 1
+        if not self._is_watched(block):
+            del self._by_key[block.key]
+            block.key = None
+
+    def _give_up(self, block: HostBlock) -> bool:
+        """Give up the copy of the shortest request that uses slots or needs the block; False where there is none."""
+        copies = [
+            copy
+            for copy in self._copies
+            if not copy.loading and (copy in block.holders or any(one.slot is not None for one in copy.blocks))
+        ]
+        if not copies:
+            return False
+        shortest = min(copies, key=lambda copy: copy.tokens)
+        self.release(shortest)
+        self.given_up.append(shortest)
+        return True
+
+
+class _Protected:
+    """Keys of contents that may not be evicted: copies need them, or they are ``needed``."""
+
+    def __init__(self, by_key: Mapping[Hashable, HostBlock], needed: Container[Hashable]) -> None:
+        self._by_key, self._needed = by_key, needed
+
+    def __contains__(self, key: object) -> bool:
+        block = self._by_key.get(key)
+        return block is None or not block.cached or key in self._needed

@@ -1,0 +1,48 @@
+"""The trees of blocks: shared by all chains, and gone with whoever holds them."""
+
+from __future__ import annotations
+
+from kvpolicy.caching.tree import Tree
+
+
+def test_chains_share_their_beginning() -> None:
+    tree = Tree()
+    first, second = tree.nodes("abc"), tree.nodes("abx")
+    assert first[:2] == second[:2] and first[2] is not second[2] and len(tree) == 4
+    assert [node.position for node in first] == [0, 1, 2] and first[2].parent is first[1]
+
+
+def test_a_chain_is_read_from_its_last_block() -> None:
+    (*_, last) = Tree().nodes("abcde")
+    path = last.chain
+    assert len(path) == 5 and list(path) == list("abcde") and list(reversed(path)) == list("edcba")
+    assert (path[4], path[3], path[0], path[-1], path[-5]) == ("e", "d", "a", "e", "a")
+    assert path[1:3] == ["b", "c"] and "c" in path and path.index("c") == 2
+
+
+def test_a_block_knows_the_longest_chain_that_it_was_in() -> None:
+    tree = Tree()
+    first = tree.nodes("abc")
+    tree.nodes("ab")
+    tree.nodes("axyz")
+    assert [node.reach for node in first] == [4, 3, 3]
+
+
+def test_nothing_is_kept_of_what_nobody_holds() -> None:
+    tree = Tree()
+    nodes = tree.nodes("abc")
+    last = nodes[-1]
+    del nodes
+    assert len(tree) == 3, "what is before a block is held by it"
+    del last
+    assert len(tree) == 0
+
+
+def test_a_long_chain_is_let_go_of() -> None:
+    tree = Tree()
+    nodes = tree.nodes(range(200_000))
+    last = nodes[-1]
+    del nodes
+    assert last.chain[0] == 0
+    del last
+    assert len(tree) == 0

@@ -1,0 +1,303 @@
+"""Prompts that go on in host memory: what is found there is what was computed, and is found by nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import RequestStatus
+
+from kvpolicy.caching import Hinted
+from kvpolicy.settings import GIB
+from tests.vllm import alone, harness
+from tests.vllm.conftest import SCARCE, job
+from tests.vllm.test_faults import BLOCK_BYTES
+from tests.vllm.test_same_schedule import BASE
+
+CONVERSATIONS = 8
+
+
+@pytest.fixture(scope="module")
+def turns() -> list[dict[str, Any]]:
+    """The first turns of conversations, requests of others, and the second turns, which begin with the first ones."""
+    first = harness.prompts(CONVERSATIONS, (180, 300), (40, 90), seed=4)
+    others = harness.prompts(4, (200, 300), (20, 40), seed=5)
+    more = harness.prompts(CONVERSATIONS, (20, 60), (30, 60), seed=6)
+    return [*first, *others, *(b | {"prompt": a["prompt"] + b["prompt"]} for a, b in zip(first, more, strict=True))]
+
+
+@pytest.fixture(scope="module")
+def stock(model: str, turns: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Unmodified vLLM with memory enough and no prefix caching."""
+    work = job(model, turns, {"num_gpu_blocks_override": 800}, gaps=True)
+    return harness.run(work, tmp_path_factory.mktemp("stock"))
+
+
+WAVES = [[*range(CONVERSATIONS)], [*range(8, 12)], [*range(12, 20)]]
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lru": ({"cache": "lru"}, {}),
+    "little-room": ({"cache": "cost", "host_gib": 50.5 * BLOCK_BYTES / GIB}, {}),
+    "failing-and-late": (
+        {"cache": "s3fifo", "copier": "tests.vllm.copiers.FaultyCopier"},
+        {"late_polls": 3, "fail_saves": [3, 9], "fail_loads": [1, 3, 4]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ["lru", pytest.param("little-room", marks=pytest.mark.slow), "failing-and-late"])
+def test_what_is_found_changes_no_token(
+    case: str, model: str, turns: list[dict[str, Any]], stock: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The device loses what the first turns left, and is written over, before the second ones come; requests are
+    preempted in between."""
+    extra, faults = CASES[case]
+    monkeypatch.setenv("KVPOLICY_TEST_FAULTS", json.dumps(faults))
+    plugin = harness.plugin("always-swap", **extra)
+    engine = SCARCE | {"enable_prefix_caching": True}
+    work = job(model, turns, engine, scenario="waves", plugin=plugin, waves=WAVES, overwrite=True)
+    result = harness.run(work, tmp_path)
+    harness.assert_exact(stock, result)
+    harness.assert_nothing_left(result)
+    stats = result["stats"]
+    assert harness.total(stats, "preemptions", executed="swap") > 2
+    assert harness.total(stats, "cache_hits", outcome="loaded") >= 3
+    assert harness.total(stats, "cache_loaded_tokens") >= 200
+    assert harness.total(stats, "cache_blocks", event="stored") > 40
+    assert result["cached_slots"] == harness.total(stats, "cached_slots") > 0
+    assert (harness.total(stats, "cache_blocks", event="evicted") > 0) == (case == "little-room")
+    failed = harness.total(stats, "fallbacks", reason="cache_load_failed") + harness.total(
+        stats, "fallbacks", reason="load_failed"
+    )
+    assert failed == len(faults.get("fail_loads", ()))
+
+
+# ---- on the scheduler alone ----
+
+
+class Served:
+    """A scheduler of little memory, with the cache on, and a worker whose copies take ``late`` steps."""
+
+    def __init__(self, model: str, policy: str = "always-swap", late: int = 0, **engine: Any) -> None:
+        plugin = harness.plugin(policy, cache="lru")
+        work = BASE | {"model": model, "plugin": plugin, "prefix_caching": True, "blocks": 41, "engine": engine}
+        self.scheduler = alone.scheduler_for(work)
+        self.controller = self.scheduler.kvpolicy
+        self.worker = alone.Worker(late)
+        self.number = 0
+
+    def request(self, prompt: list[int], **more: Any) -> Any:
+        self.number += 1
+        return alone.made_request(self.number, prompt, SamplingParams(temperature=0.0, max_tokens=4), **more)
+
+    def serve(self, *requests: Any) -> None:
+        for _ in alone.drive(self.scheduler, deque(requests), self.worker.execute, False):
+            pass
+
+    def push_out(self) -> None:
+        """Others take all of the device's memory."""
+        rng = random.Random(self.number)
+        for _ in range(3):
+            self.serve(self.request([rng.randrange(1000) for _ in range(500)]))
+
+    def found(self, request: Any) -> int:
+        return int(self.controller.loadable_tokens(request, 0))
+
+
+PROMPT = [*range(100, 200)]
+"""Six blocks of 16 tokens and a part of a seventh."""
+
+
+@pytest.mark.scheduler
+def test_what_was_computed_is_found_by_the_same_prompt_only(model: str) -> None:
+    served = Served(model, enable_lora=True, max_loras=1, max_cpu_loras=2)
+    adapter = LoRARequest("adapter-1", 1, "/nowhere")
+    served.serve(served.request(PROMPT, cache_salt="mine"), served.request([*range(300, 400)], lora_request=adapter))
+    served.push_out()
+    assert served.found(served.request([*PROMPT, 1], cache_salt="mine")) == 96
+    assert served.found(served.request(PROMPT[:96], cache_salt="mine")) == 80, "one token is left to compute"
+    assert served.found(served.request(PROMPT, cache_salt="another")) == served.found(served.request(PROMPT)) == 0
+    assert served.found(served.request([*range(300, 400)], lora_request=adapter)) == 96
+    assert served.found(served.request([*range(300, 400)])) == 0
+    other = LoRARequest("adapter-2", 2, "/nowhere")
+    assert served.found(served.request([*range(300, 400)], lora_request=other)) == 0
+    assert served.found(served.request([*PROMPT[:20], 5, *PROMPT[21:]], cache_salt="mine")) == 16
+
+
+@pytest.mark.scheduler
+def test_pictures_are_part_of_what_is_found(model: str) -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    def picture(name: str) -> list[Any]:
+        place = PlaceholderRange(offset=4, length=8)
+        return [MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=place)]
+
+    served = Served(model)
+    served.scheduler.max_num_encoder_input_tokens = 64
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    served.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=64)
+    served.serve(served.request(PROMPT, mm_features=picture("a")))
+    served.push_out()
+    assert served.found(served.request(PROMPT, mm_features=picture("a"))) == 96
+    assert served.found(served.request(PROMPT, mm_features=picture("b"))) == 0
+    assert served.found(served.request(PROMPT)) == 0
+
+
+@pytest.mark.scheduler
+def test_what_a_request_says_of_its_window_is_heeded(model: str) -> None:
+    """A window that is kept is held back from eviction, on its way to host memory and there, until its session ends."""
+    served = Served(model)
+    cache = served.controller.copies.pool.cache
+    said = {"keep_s": 60, "session": "s"}
+    served.serve(served.request(PROMPT))
+    assert isinstance(cache, Hinted) and cache.held_blocks == 0
+    hinting = served.request([*PROMPT, 1])
+    hinting.kv_transfer_params = {"kvpolicy": said}
+    served.serve(hinting)
+    assert cache.held_blocks == 6
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96 and cache.held_blocks == 6
+    over = served.request([1, 2, 3])
+    over.kv_transfer_params = {"kvpolicy": {"session": "s", "ended": True}}
+    served.serve(over)
+    assert cache.held_blocks == 0 and len(cache._first) == 6
+    stats = served.controller.stats()
+    assert harness.total(stats, "hinted_blocks", event="held") >= 6
+    assert harness.total(stats, "hinted_blocks", event="released") == 6
+
+
+@pytest.mark.scheduler
+def test_hints_that_cannot_be_heeded_stop_nobody(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(model)
+    monkeypatch.setattr(Hinted, "hinted", lambda self, chain, hints, class_name: 1 / 0)
+    hinting = served.request(PROMPT)
+    hinting.kv_transfer_params = {"kvpolicy": {"keep_s": 60}}
+    served.serve(hinting)
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96
+    assert harness.total(served.controller.stats(), "hints_failed") == 2
+
+
+@pytest.mark.scheduler
+def test_nothing_is_found_after_a_reset(model: str) -> None:
+    served = Served(model)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96
+    assert served.scheduler.reset_prefix_cache()
+    assert served.found(served.request(PROMPT)) == 0
+    pool = served.controller.copies.pool
+    assert (pool.cached, len(pool._by_key), len(pool.watched)) == (0, 0, 0)
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 0, "what was on the device before the reset is not stored after it"
+
+
+@pytest.mark.scheduler
+def test_requests_that_may_not_read_the_cache_do_not(model: str) -> None:
+    served = Served(model)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    request = served.request(PROMPT)
+    request.skip_reading_prefix_cache = True
+    assert served.found(request) == 0
+    assert served.found(served.request(PROMPT, resumable=True)) == 0
+
+
+@pytest.mark.scheduler
+@pytest.mark.parametrize(
+    ("policy", "short", "long"), [("always-recompute", 0, 0), ("threshold:150", 0, 192), ("always-swap", 96, 192)]
+)
+def test_the_policy_decides_what_is_stored_and_loaded(policy: str, short: int, long: int, model: str) -> None:
+    served = Served(model, policy)
+    served.serve(served.request(PROMPT), served.request([*range(300, 500)]))
+    served.push_out()
+    assert (served.found(served.request(PROMPT)), served.found(served.request([*range(300, 500)]))) == (short, long)
+    assert harness.total(served.controller.stats(), "cache_blocks", event="refused") >= (not short) * 6
+
+
+@pytest.mark.scheduler
+def test_what_is_not_loaded_for_its_price_is_counted(model: str) -> None:
+    served = Served(model)
+    served.serve(served.request([*range(300, 500)]))
+    served.push_out()
+    served.controller.adopt("threshold:150")
+    served.serve(served.request([*range(300, 400)]), served.request([*range(300, 500)]))
+    stats = served.controller.stats()
+    assert harness.total(stats, "cache_hits", outcome="cheaper") == 1
+    assert harness.total(stats, "cache_hit_tokens", outcome="cheaper") == 96
+    assert harness.total(stats, "cache_hits", outcome="loaded") == 1
+    assert harness.total(stats, "cache_loaded_tokens") <= 192
+
+
+@pytest.mark.scheduler
+def test_an_error_in_deciding_leaves_the_prompt_to_be_computed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(model)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    monkeypatch.setattr(served.controller.decider, "loads_hit", lambda situation: 1 / 0)
+    request = served.request(PROMPT)
+    served.serve(request)
+    assert request.num_output_tokens == 4
+    stats = served.controller.stats()
+    assert harness.total(stats, "cache_undecided") == 1 and harness.total(stats, "cache_loaded_tokens") == 0
+
+
+@pytest.mark.scheduler
+def test_a_request_that_is_aborted_while_it_is_loaded_leaves_nothing(model: str) -> None:
+    served = Served(model, late=5)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    request = served.request(PROMPT)
+    served.scheduler.add_request(request)
+    _step(served)
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    pool = served.controller.copies.pool
+    assert pool.used == 6 and pool.obtainable(1000, pool.total) == pool.total - 6, "they are not given away meanwhile"
+    served.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    for _ in range(8):
+        _step(served)
+    device = served.scheduler.kv_cache_manager.block_pool
+    assert (pool.used, served.controller.copies.loading) == (0, 0)
+    assert device.get_num_free_blocks() == device.num_gpu_blocks - 1
+    assert len(served.controller.prompts) == 0
+    assert served.found(served.request(PROMPT)) == 96, "what others left is still there"
+
+
+@pytest.mark.scheduler
+def test_a_reset_while_it_is_loaded_leaves_the_request_waiting_as_a_new_one(model: str) -> None:
+    """Whether its load is under way or has ended: it never ran, so that a worker does not know it."""
+    for steps in (0, 7):
+        served = Served(model, late=5)
+        served.serve(served.request(PROMPT))
+        served.push_out()
+        request = served.request(PROMPT)
+        served.scheduler.add_request(request)
+        _step(served)
+        for _ in range(steps):
+            output = served.scheduler.schedule()
+            sampled = dict.fromkeys(output.num_scheduled_tokens, True)
+            served.scheduler.update_from_output(output, served.worker.execute(output, sampled))
+            if request.request_id in served.scheduler.finished_recving_kv_req_ids:
+                break
+        with contextlib.suppress(RuntimeError):  # vLLM gives up while somebody is being loaded
+            served.scheduler.reset_prefix_cache(reset_running_requests=True)
+        served.serve()
+        assert request.num_output_tokens == 4 and request.num_preemptions == 0
+        assert served.controller.copies.pool.used == 0
+
+
+def _step(served: Served) -> None:
+    output = served.scheduler.schedule()
+    sampled = {name: not served.scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+    served.scheduler.update_from_output(output, served.worker.execute(output, sampled))
