@@ -147,6 +147,7 @@ def _hit_rates(results: Run, chatters: int) -> Figure:
 
 
 def _finish(axes: Axes, name: str) -> None:
+    axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
     axes.set_ylabel(f"{name}: found")
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from kvpolicy.caching import KINDS, ByCost, Lru
+from kvpolicy.caching import KINDS, ByCost, Hinted, Lru
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
+from kvpolicy.request_marks import HintLimits, Hints
 
 
 def keys(blocks: Iterable[HostBlock]) -> list[object]:
@@ -233,12 +235,23 @@ class Device:
         blocks = chain("".join(self.random.choice("ab") for _ in range(self.random.randint(1, 4))))
         asked = self.random.randint(0, len(blocks))
         self.store.asked(blocks[:asked])
+        self.hint(blocks[:asked])
         places = self.take(len(blocks))
         for key, place in zip(blocks, places, strict=True):
             self.content[place] = (self.weights, key)
+        self.hint(blocks)
         self.store.given_back(blocks, places, asked)
         if self.random.random() < 0.5:
             self.preempt(blocks, places)
+
+    def hint(self, blocks: Sequence[str]) -> None:
+        """Some requests say what will be asked for again; where the policy does not heed it, nothing comes of it."""
+        drawn = self.random
+        said = Hints(
+            drawn.choice((None, 3.0, 50.0)), drawn.random() < 0.2, drawn.choice((0, 0, 1, 3)),
+            drawn.choice((None, "s", "t")), drawn.random() < 0.2,
+        )  # fmt: skip
+        self.store.hinted(blocks, said, drawn.choice(("default", "chat")))
 
     def preempt(self, blocks: Sequence[str], places: list[int]) -> None:
         """It is not at its end, after all: a copy of it is made, with a partial block."""
@@ -323,17 +336,21 @@ class Device:
             assert block.place == place and self.content[place] == (self.weights, block.key)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def heeding(kind: str) -> Callable[[int], CachingPolicy]:
+    return lambda slots: Hinted(KINDS[kind](slots), itertools.count(0.0).__next__, 1, HintLimits(100.0, 0.6, 0.4))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "lru with hints", "cost with hints"])
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_found_is_what_was_lost(seed: int, kind: str) -> None:
-    device = Device(seed, KINDS[kind])
+    device = Device(seed, KINDS[kind] if kind in KINDS else heeding(kind.partition(" ")[0]))
     for _ in range(400):
         actions = [device.end, device.end, device.hit, device.load, device.loaded_now, device.loaded_now]
         device.random.choice([*actions, *actions, device.forget, device.fail])()
         if device.random.random() < 0.01:
             device.reset()
         device.check()
-    assert device.loaded > 10 and (device.hits > 20 or device.store.total < 5)
+    assert device.loaded > 10 and (device.hits > 15 or device.store.total < 5)
     device.end_all()
     assert device.store.used == 0
     device.store.forget_keys()

@@ -17,6 +17,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
+from kvpolicy.caching import Hinted
 from kvpolicy.settings import GIB
 from tests.vllm import alone, harness
 from tests.vllm.conftest import SCARCE, job
@@ -151,6 +152,41 @@ def test_pictures_are_part_of_what_is_found(model: str) -> None:
     assert served.found(served.request(PROMPT, mm_features=picture("a"))) == 96
     assert served.found(served.request(PROMPT, mm_features=picture("b"))) == 0
     assert served.found(served.request(PROMPT)) == 0
+
+
+@pytest.mark.scheduler
+def test_what_a_request_says_of_its_window_is_heeded(model: str) -> None:
+    """A window that is kept is held back from eviction, on its way to host memory and there, until its session ends."""
+    served = Served(model)
+    cache = served.controller.copies.pool.cache
+    said = {"keep_s": 60, "session": "s"}
+    served.serve(served.request(PROMPT))
+    assert isinstance(cache, Hinted) and cache.held_blocks == 0
+    hinting = served.request([*PROMPT, 1])
+    hinting.kv_transfer_params = {"kvpolicy": said}
+    served.serve(hinting)
+    assert cache.held_blocks == 6
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96 and cache.held_blocks == 6
+    over = served.request([1, 2, 3])
+    over.kv_transfer_params = {"kvpolicy": {"session": "s", "ended": True}}
+    served.serve(over)
+    assert cache.held_blocks == 0 and len(cache._first) == 6
+    stats = served.controller.stats()
+    assert harness.total(stats, "hinted_blocks", event="held") >= 6
+    assert harness.total(stats, "hinted_blocks", event="released") == 6
+
+
+@pytest.mark.scheduler
+def test_hints_that_cannot_be_heeded_stop_nobody(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(model)
+    monkeypatch.setattr(Hinted, "hinted", lambda self, chain, hints, class_name: 1 / 0)
+    hinting = served.request(PROMPT)
+    hinting.kv_transfer_params = {"kvpolicy": {"keep_s": 60}}
+    served.serve(hinting)
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96
+    assert harness.total(served.controller.stats(), "hints_failed") == 2
 
 
 @pytest.mark.scheduler

@@ -44,6 +44,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cache_blocks": ("KV blocks stored in the cache of prompts, refused by it, or evicted.", ("tier", "event")),
     "cache_undecided": ("Times that deciding whether to load a prompt failed; it was computed.", ()),
     "cache_failed": ("Times that a caching policy failed; lru took its place.", ("method",)),
+    "hinted_blocks": ("KV blocks of the cache of prompts by what became of hints about them.", ("event",)),
+    "hints_failed": ("Times that heeding a request's hints about its KV failed.", ()),
     "resume_undecided": ("Times that deciding at resume failed; what was saved was loaded.", ()),
     "records_dropped": ("Trace rows that could not be written.", ()),
     "extrapolated": ("Decisions outside what the cost model was trained on.", ()),

@@ -6,11 +6,11 @@ Imports no vLLM: everything is read from the scheduler object.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from kvpolicy.caching import CachingPolicy
+from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.guarded import Guarded
 from kvpolicy.events import Cause, Preemption
@@ -66,6 +66,7 @@ class PromptCache:
         self._now: Callable[[], float] = lambda: 0.0
         self._stale: set[str] = set()
         """Requests that hold blocks computed before the last reset, which are not what their keys stand for."""
+        self._hinted: dict[str, int] = {}
         self._counted = {"stored": 0, "refused": 0, "evicted": 0}
         copies.pool.worth_storing = self._is_worth_storing
         self.files: FileIndex | None = None
@@ -100,9 +101,21 @@ class PromptCache:
         prompt = [self._key_of(value) for value in request.block_hashes]
         self._asked_blocks[request.request_id] = len(prompt)
         self._copies.pool.asked(prompt)
-        self._hinted(request, prompt)
+        self._heed_hints(request, prompt)
         if self.files is not None:
             self.files.arrived(prompt)
+
+    def _heed_hints(self, request: Any, chain: Sequence[bytes]) -> None:
+        """Let the policy know what the request says of its window."""
+        if not isinstance(self._copies.pool.cache, Hinted):
+            return
+        try:
+            marks = self._marks.of(request)
+            self._copies.pool.hinted(chain, marks.hints, marks.class_name)
+        # The boundary between clients and a server: a hint that cannot be heeded is none.
+        except Exception:  # noqa: BLE001
+            self._tally.add("hints_failed")
+            self._complain("heeding a request's hints about its KV failed (counted as hints_failed)")
 
     def given_back(self, request: Any) -> None:
         """The request is about to lose its blocks: what the device may lose of them from now on is watched."""
@@ -116,12 +129,8 @@ class PromptCache:
         chain = chain[: self._copies.pool.wanted(chain, self._marks.of(request).hints)]
         self._copies.pool.given_back(chain, [block.block_id for block in hashed], min(asked, len(chain)))
 
-    def _hinted(self, request: Any, chain: Sequence[bytes]) -> None:
-        marks = self._marks.of(request)
-        self._copies.pool.hinted(chain, marks.hints, marks.class_name)
-
     def ended(self, request: Any) -> None:
-        self._hinted(request, [self._key_of(value) for value in request.block_hashes])
+        self._heed_hints(request, [self._key_of(value) for value in request.block_hashes])
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
@@ -193,6 +202,7 @@ class PromptCache:
     def count(self) -> None:
         """Count what became of contents since the last call."""
         counts = self._copies.pool.counts
+        self._count_hints()
         for event, blocks in (("stored", counts.stored), ("refused", counts.refused), ("evicted", counts.evicted)):
             if blocks > self._counted[event]:
                 self._tally.add("cache_blocks", blocks - self._counted[event], tier=HOST_TIER, event=event)
@@ -238,6 +248,14 @@ class PromptCache:
         if not self._is_worth_loading(request, asked, files.read_s(blocks)):
             return False
         return files.fetch(self._keys(request, 0, first + blocks), first, blocks)
+
+    def _count_hints(self) -> None:
+        cache = self._copies.pool.cache
+        for event, blocks in asdict(cache.counts).items() if isinstance(cache, Hinted) else ():
+            before = self._hinted.get(event, 0)
+            if blocks > before:
+                self._tally.add("hinted_blocks", blocks - before, event=event)
+                self._hinted[event] = blocks
 
     # ---- prices ----
 
