@@ -24,19 +24,6 @@ CASES: dict[str, dict[str, Any]] = {
     "inside a block": {"tokens": [INSIDE], "kind": "swap"},
     "twice": {"tokens": [INSIDE, LATER], "kind": "swap"},
 }
-IN_PREFILL = 64
-
-
-def asked(seed: int) -> dict[str, Any]:
-    rng = random.Random(seed)
-    return {"prompt": [rng.randrange(10, 2000) for _ in range(PROMPT)], "max_tokens": OUTPUT}
-
-
-ANOTHER: dict[str, dict[str, Any]] = {
-    "another, in its prefill": {"tokens": [IN_PREFILL], "kind": "swap", "request": asked(6)},
-    "another, again": {"tokens": [], "kind": "swap", "request": asked(6)},
-}
-"""Of a prompt that was not computed before."""
 FAILING = {"its load fails": {"tokens": [INSIDE], "kind": "swap", "failing": True}}
 ENGINE = {
     "max_model_len": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 120, "block_size": 32,
@@ -52,21 +39,12 @@ def example(folder: Path) -> dict[str, Any]:
     return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def lmcache(port: int) -> dict[str, Any]:
-    """With a server of its own, a process that it starts: of LMCache's two connectors only this one runs on a CPU."""
-    extra = {
-        "lmcache.mp.port": port, "lmcache.mp.autostart": True, "lmcache.mp.autostart.wait_timeout": 300,
-        "lmcache.mp.autostart.server_args": "--l1-size-gb 0.5 --chunk-size 32 --eviction-policy LRU",
-    }  # fmt: skip
-    return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
-def interrupted(
-    model: str, other: dict[str, Any], cases: dict[str, Any], folder: Path, **engine: Any
-) -> dict[str, Any]:
+def interrupted(model: str, other: dict[str, Any], cases: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One request alone, forced out at given lengths, the device's KV overwritten before it comes back."""
+    rng = random.Random(5)
     work = {
-        "scenario": "interrupted", "model": model, "cases": cases, "engine": ENGINE | engine, "request": asked(5),
+        "scenario": "interrupted", "model": model, "cases": cases, "engine": ENGINE,
+        "request": {"prompt": [rng.randrange(10, 2000) for _ in range(PROMPT)], "max_tokens": OUTPUT},
         "plugin": beside(harness.plugin("always-swap"), other),
     }  # fmt: skip
     return harness.run(work, folder)
@@ -103,25 +81,6 @@ def test_beside_a_connector_that_makes_prompts_up(model: str, tmp_path: Path) ->
     failed = result["cases"]["its load fails"]
     assert harness.total(failed["stats"], "fallbacks", reason="load_failed") == 1
     assert len(failed["tokens"]) == OUTPUT
-    harness.assert_nothing_left(result)
-
-
-@pytest.mark.feature("beside LMCacheMPConnector")
-@pytest.mark.slow
-def test_beside_lmcache(model: str, tmp_path: Path, free_ports: tuple[int, int]) -> None:
-    """Prompts are computed once, in three steps; whoever brings one again has its prefix from LMCache, also where its
-    first request was swapped in between."""
-    pytest.importorskip("lmcache", reason="LMCache is not on the path: docs/other-connectors.md says how")
-    result = interrupted(model, lmcache(free_ports[0]), CASES | ANOTHER | FAILING, tmp_path, max_num_batched_tokens=64)
-    assert_no_bit_changed(result)
-    cases = result["cases"]
-    for computed, prefix_loaded in (("first", "undisturbed"), ("another, in its prefill", "another, again")):
-        assert cases[computed]["steps"] > OUTPUT == cases[prefix_loaded]["steps"], "nothing came from LMCache"
-        assert cases[computed]["tokens"] == cases[prefix_loaded]["tokens"]
-    assert cases["another, in its prefill"]["out_at"] == [IN_PREFILL]
-    assert harness.total(cases["another, in its prefill"]["stats"], "loaded_tokens") == IN_PREFILL
-    assert harness.total(cases["its load fails"]["stats"], "fallbacks", reason="load_failed") == 1
-    assert len(cases["its load fails"]["tokens"]) == OUTPUT
     harness.assert_nothing_left(result)
 
 

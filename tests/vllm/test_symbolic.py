@@ -96,7 +96,14 @@ def test_every_position_and_state_of_every_group_is_right(
 
 
 @pytest.mark.feature("states on model runner v2")
-@pytest.mark.parametrize("more", [{}, {"scheduling": "priority"}, {"resets": True}], ids=["fcfs", "priority", "resets"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="fcfs"),
+        pytest.param({"scheduling": "priority"}, id="priority", marks=pytest.mark.slow),
+        pytest.param({"resets": True}, id="resets", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
 @modes
 @with_tables

@@ -35,7 +35,7 @@ VISION = ENGINE | {
     "skip_tokenizer_init": False,
 }  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.feature("multimodal models")]
+pytestmark = [pytest.mark.slow, pytest.mark.feature("multimodal")]
 
 
 TORCHVISION = "KVPOLICY_TORCHVISION"

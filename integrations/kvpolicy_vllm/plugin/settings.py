@@ -40,8 +40,8 @@ class Settings(ServerSettings):
     policy_object: Policy | None = None
     """The policy itself, if the engine was made in Python with a policy object, which no file or flag can hold."""
     allow_untested_states_v2: bool = option(
-        "Serve models whose layers keep states on vLLM's model runner v2, which was never tested on a GPU. The blocks "
-        "of a preempted request are held until they are saved.",
+        "Serve models whose layers keep states on vLLM's model runner v2, never tested on a GPU. The blocks of a "
+        "preempted request are held until they are saved.",
         False,
     )
 
