@@ -1,7 +1,7 @@
 """`kvpolicy check`: what an engine would say at its start, without its weights.
 
-The child is :mod:`kvpolicy_vllm.check.lay_out`, whose layers are made by ``kvpolicy_vllm.bench.weightless``. Its answers
-are compared with what engines of the same flags have.
+The child is :mod:`kvpolicy_vllm.check.lay_out`, whose layers are made by ``kvpolicy_vllm.bench.weightless``. Its
+answers are compared with what engines of the same flags have.
 """
 
 from __future__ import annotations
