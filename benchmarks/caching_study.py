@@ -42,7 +42,7 @@ CONTEXT = 131072
 FILES: Mapping[str, tuple[str, str]] = {
     "Mooncake, conversations": ("traces/mooncake_conversation*.jsonl.gz", "mooncake:{file}?n=1000&rate=0.5"),
     "agentic sessions": (
-        "traces/agentic_*.jsonl.gz", "agentic:{file}?closed=false&arrivals=poisson&rate=0.02&seed=0&n=1000"
+        "traces/agentic_*.jsonl.gz", "agentic:{file}?closed=false&arrivals=poisson&rate=0.005&seed=0&n=400"
     ),
     "ShareGPT, conversations": (
         "lengths/sharegpt_*.csv.gz", f"lengths:{{file}}?think=60&arrivals=poisson&rate=2&seed=0&block={BLOCK}&n=2000"

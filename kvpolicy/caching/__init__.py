@@ -7,8 +7,8 @@ from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.caching.by_cost import ByCost
 from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.by_use import Lfu, Lru
+from kvpolicy.caching.fallback import Guarded
 from kvpolicy.caching.foreseen import Foreseen
-from kvpolicy.caching.guarded import Guarded
 from kvpolicy.caching.prompt_replay import Replayed, chains_of, hindsight, replay
 from kvpolicy.caching.tree import Node, Tree
 

@@ -13,6 +13,6 @@ Pure bookkeeping, the same for the plugin and for the built-in simulator: it mov
 """
 
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, by_owner
-from kvpolicy.host_store.store import HostStore
+from kvpolicy.host_store.slots import HostStore
 
 __all__ = ["CacheCounts", "HostBlock", "HostCopy", "HostStore", "by_owner"]

@@ -30,7 +30,7 @@ def test_ones_own_policy_has_its_capacity_set() -> None:
     with pytest.raises(NotAllowed):
         load("python:tests.careless:Careless", 7)
     with pytest.raises(ExtensionError, match="Device takes"):
-        load("python:tests.host_store.test_store:Device", 7, allow_python=True)
+        load("python:tests.host_store.test_slots:Device", 7, allow_python=True)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
-from kvpolicy.caching.guarded import Guarded
+from kvpolicy.caching.fallback import Guarded
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
@@ -301,7 +301,7 @@ class BlockPrices:
     """Engine seconds that each block of a prompt saves where it is loaded and not computed, by its position, for the
     caching policy by cost. 1 for every block where the policy of the server predicts no costs."""
 
-    LEAST_S = 1e-9
+    MIN_S = 1e-9
 
     def __init__(self, costs: Callable[[Preemption], tuple[float, float] | None]) -> None:
         self._costs = costs
@@ -322,7 +322,7 @@ class BlockPrices:
         if before is None or after is None:
             return 1.0
         loading_s = after[1] - before[1] if position else 0.0  # what every load takes is no block's own
-        return max(self.LEAST_S, after[0] - before[0] - loading_s)
+        return max(self.MIN_S, after[0] - before[0] - loading_s)
 
 
 def caching_policy(

@@ -19,9 +19,9 @@ from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue, refuse_unserv
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
 from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
+from kvpolicy.simulator.builtin.lower_tiers import FileReads, MakeCaching, host_pool
 from kvpolicy.simulator.builtin.ordering import Ordering
 from kvpolicy.simulator.builtin.preemption import Preemptions
-from kvpolicy.simulator.builtin.prompt_cache import FileReads, MakeCaching, host_pool
 from kvpolicy.simulator.builtin.room_needs import is_ready
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter

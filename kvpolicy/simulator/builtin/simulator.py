@@ -11,7 +11,7 @@ from kvpolicy.latency import NO_SLO, Slo
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.engine import Engine
-from kvpolicy.simulator.builtin.prompt_cache import MakeCaching
+from kvpolicy.simulator.builtin.lower_tiers import MakeCaching
 from kvpolicy.simulator.builtin.scheduler import Victims, VllmVictims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity

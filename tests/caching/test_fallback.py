@@ -8,7 +8,7 @@ import pytest
 
 from kvpolicy.caching import Lru
 from kvpolicy.caching.base import Chain, Key
-from kvpolicy.caching.guarded import Guarded
+from kvpolicy.caching.fallback import Guarded
 from tests.caching.test_by_use import serve
 
 
