@@ -7,6 +7,11 @@ from typing import Any
 
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
 from kvpolicy.caching.by_use import Lru
+from kvpolicy.errors import KVPolicyError
+
+
+class WrongChoice(KVPolicyError):
+    """Blocks that a caching policy may not give up."""
 
 
 class Guarded(CachingPolicy):
@@ -67,9 +72,9 @@ class Guarded(CachingPolicy):
         return answer
 
     def _check(self, keys: Any, count: int, protected: Container[Key]) -> None:
-        """Raise ValueError for blocks that are not there, twice the same, protected, or too many."""
+        """Raise WrongChoice for blocks that are not there, twice the same, protected, or too many."""
         if len(keys) > count or len(set(keys)) < len(keys):
-            raise ValueError(f"evict() of caching policy {self.name} gave {keys!r} for {count} different blocks")
+            raise WrongChoice(f"evict() of caching policy {self.name} gave {keys!r} for {count} different blocks")
         for key in keys:
             if key not in self._there or key in protected:
-                raise ValueError(f"evict() of caching policy {self.name} gave {key!r}, which it may not give up")
+                raise WrongChoice(f"evict() of caching policy {self.name} gave {key!r}, which it may not give up")

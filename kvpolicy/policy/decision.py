@@ -158,9 +158,9 @@ class Decider:
     def loads_hit(self, situation: Preemption) -> bool:
         """Whether a request loads tokens that it has in host memory and has not computed, or computes them.
 
-        ``situation``: as if the request had been preempted with these tokens, and were about to come back. By the option
-        that the policy takes at least half of the time, as nothing is drawn; a policy that always recomputes never
-        loads. Pure.
+        ``situation``: as if the request had been preempted with these tokens, and were about to come back. Goes by the
+        option that the policy takes at least half of the time, as nothing is drawn; a policy that always recomputes
+        never loads. Pure.
         """
         if self._shadow or self._pinned is not None:
             return False

@@ -437,9 +437,7 @@ def _returning(earlier: list[Request], rng: random.Random, setup: Setup) -> list
     return prompt[: rng.randint(1, len(prompt))] if rng.random() < 0.3 else prompt
 
 
-def _drawn_request(
-    number: int, head: list[int], rng: random.Random, setup: Setup, returning: list[int]
-) -> Request:
+def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setup, returning: list[int]) -> Request:
     own = rng.randint(5, setup.max_prompt_tokens)
     prompt = head[: rng.choice([0, 32, 64, 96])] + [rng.randrange(1, 1000) for _ in range(own)]
     if returning:

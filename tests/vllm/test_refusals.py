@@ -99,6 +99,18 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         several(TRANSFER | {"kv_connector_extra_config": {"policy": "always-swap", "order": "mlfq"}}, EXAMPLE),
         ("order mlfq", "ExampleConnector"),
     ),
+    "a cache of prompts without prefix caching": (
+        extra(cache="lru"),
+        ("does not cache prompts without prefix caching", "leave --cache out"),
+    ),
+    "a cache of prompts with speculation": (
+        extra(cache="lru") | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        ("leave ",),
+    ),
+    "a cache of prompts beside another connector": (
+        several(TRANSFER | {"kv_connector_extra_config": {"policy": "always-swap", "cache": "lru"}}, EXAMPLE),
+        ("does not cache prompts beside ExampleConnector", "leave --cache out"),
+    ),
     "speculation that no test has": (
         GOOD | {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
         ("leave --speculative-config out",),

@@ -36,7 +36,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "clamped_marks": ("Requests that claimed more than their class, or the settings, allow.", ("mark",)),
     "unpriced": ("Times that predicting what displacing a request costs failed.", ()),
     "cache_hits": (
-        "Requests admitted that went on in the cache of prompts beyond what was on the device.", ("tier", "outcome"),
+        "Requests admitted that went on in the cache of prompts beyond what was on the device.",
+        ("tier", "outcome"),
     ),
     "cache_hit_tokens": ("Tokens that these went on for.", ("tier", "outcome")),
     "cache_loaded_tokens": ("Tokens loaded from the cache of prompts.", ("tier",)),
@@ -54,7 +55,10 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "host_slots_used": ("Host slots (one KV block each) that preempted requests, and loads, need.", ()),
     "host_slots_total": ("Host slots in all.", ()),
-    "cached_slots": ("Host slots of the cache of prompts, which preempted requests take where they need them.", ("tier",)),
+    "cached_slots": (
+        "Host slots of the cache of prompts, which preempted requests may take.",
+        ("tier",),
+    ),
     "open_preemptions": ("Preempted requests not yet back.", ()),
     "cost_model": ("1, labelled with the policy and the digest of its cost model.", ("policy", "digest")),
 }

@@ -367,7 +367,6 @@ def _refuse_cache(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
         return
     beside = connectors_beside(config)
     refusals = (
-        (not config.cache_config.enable_prefix_caching, "without prefix caching: leave --no-enable-prefix-caching out"),
         (config.speculative_config is not None, "with speculative decoding"),
         (model.use_mla, "of an MLA model"),
         (model.is_hybrid, "of a model whose layers keep states beside attention"),
@@ -378,6 +377,7 @@ def _refuse_cache(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
         ),
         (kv_cache is not None and not is_plain(kv_cache), "of a model with several KV cache groups, or windows"),
         (bool(getattr(kv_cache, "needs_kv_cache_zeroing", False)), "of a model whose new blocks are cleared"),
+        (not config.cache_config.enable_prefix_caching, "without prefix caching: leave --no-enable-prefix-caching out"),
     )
     for is_refused, what in refusals:
         if is_refused:

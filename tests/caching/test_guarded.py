@@ -1,0 +1,62 @@
+"""A caching policy whose code fails is replaced by lru, which knows what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import pytest
+
+from kvpolicy.caching import Lru
+from kvpolicy.caching.base import Chain, Key
+from kvpolicy.caching.guarded import Guarded
+from tests.caching.test_by_use import serve
+
+
+class Wrong(Lru):
+    """Gives up what ``gives`` says; raises in the method ``raises``."""
+
+    def __init__(self, raises: str = "", gives: Sequence[Key] | None = None) -> None:
+        super().__init__(3)
+        self.raises, self.gives = raises, gives
+
+    def asked(self, chain: Chain, hits: int) -> None:
+        self._fail("asked")
+        super().asked(chain, hits)
+
+    def stored(self, chain: Chain, missing: Sequence[int]) -> None:
+        self._fail("stored")
+        super().stored(chain, missing)
+
+    def evict(self, count: int, protected: Container[Key]) -> list[Key]:
+        self._fail("evict")
+        return super().evict(count, protected) if self.gives is None else [*self.gives]
+
+    def lost(self, key: Key) -> None:
+        self._fail("lost")
+        super().lost(key)
+
+    def _fail(self, method: str) -> None:
+        if method == self.raises:
+            raise ValueError("made up")
+
+
+@pytest.mark.parametrize("raises", ["", "asked", "stored", "evict", "lost"])
+def test_whatever_raises_what_is_there_stays_known(raises: str) -> None:
+    failed: list[str] = []
+    policy = Guarded(Wrong(raises), failed.append)
+    serve(policy, "abc")
+    assert len(policy) == 3 and all(key in policy for key in "abc")
+    policy.lost("b")
+    assert "b" not in policy and serve(policy, "xy", protected="a") == "c"
+    assert {*"axy"} == {key for key in "abcxy" if key in policy}
+    assert failed == ([raises] if raises else []), "once, as lru has its place then"
+
+
+@pytest.mark.parametrize("gives", [["nowhere"], ["a"], ["b", "b"], ["b", "c", "a"]])
+def test_what_may_not_be_given_up_is_not(gives: list[str]) -> None:
+    """Not there, protected, twice the same, or too many."""
+    failed: list[str] = []
+    policy = Guarded(Wrong(gives=gives), failed.append)
+    serve(policy, "abc")
+    gone = policy.evict(2, {"a"})
+    assert failed == ["evict"] and sorted(gone) == ["b", "c"] and len(policy) == 1 and "a" in policy

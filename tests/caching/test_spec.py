@@ -1,0 +1,42 @@
+"""Caching policies by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpolicy.caching import KINDS, ByCost
+from kvpolicy.caching.spec import FORMS, OFF, load
+from kvpolicy.extensions import ExtensionError, NotAllowed
+from kvpolicy.fields import WrongValue
+from kvpolicy.settings import ServerSettings
+
+
+def test_every_name_loads_its_policy() -> None:
+    assert load(OFF, 4) is None
+    assert {*KINDS, OFF, "python:MODULE:FACTORY"} == {*FORMS}
+    for name, kind in KINDS.items():
+        policy = load(name, 4)
+        assert type(policy) is kind and policy.capacity == 4
+
+
+def test_the_policy_by_cost_goes_by_the_price_that_is_given() -> None:
+    policy = load("cost", 4, price=lambda position: 1.0 + position)
+    assert isinstance(policy, ByCost) and policy._price(3) == 4.0
+
+
+def test_ones_own_policy_has_its_capacity_set() -> None:
+    policy = load("python:tests.careless:Careless", 7, allow_python=True)
+    assert policy is not None and (policy.name, policy.capacity) == ("careless", 7)
+    with pytest.raises(NotAllowed):
+        load("python:tests.careless:Careless", 7)
+    with pytest.raises(ExtensionError, match="Device takes"):
+        load("python:tests.host_store.test_store:Device", 7, allow_python=True)
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(WrongValue, match="'mru' is no caching policy; they are off, lru, lfu"):
+        load("mru", 4)
+    with pytest.raises(WrongValue, match="cache"):
+        ServerSettings("always-swap", cache="mru")
+    with pytest.raises(WrongValue, match="allow-python-policies"):
+        ServerSettings("always-swap", cache="python:tests.careless:Careless")
