@@ -56,8 +56,10 @@ class TierSettings:
         "Which chunks are given up.", "lru", Rule(f"one of {', '.join(KINDS)}", KINDS.__contains__)
     )
     model_files: Path | None = option("Folder of the weights, where the server was started with another name.", None)
-    identity: str = option("Changes whenever anything else does that decides KV, as the weights of an adapter.", "")
-    locality: str = option("As of vLLM's own tiers.", "")
+    identity: str | None = option(
+        "Changes whenever anything else does that decides KV, as the weights of an adapter.", None
+    )
+    locality: str | None = option("As of vLLM's own tiers.", None)
 
     def __post_init__(self) -> None:
         validate(self)
