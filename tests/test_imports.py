@@ -37,7 +37,7 @@ INTEGRATION = {
     "": {"lazy_names"},
     "connector": set(),
     "offloading": {"caching"},
-    "file_offloading": {"errors", "settings", "tiers"},
+    "file_offloading": {"errors", "caching", "fields", "settings", "tiers"},
     "launch": {"errors", "fields", "policy", "integrations", "settings"},
     "integration": {"errors", "integrations", "settings", "simulator"},
     "check": {"errors", "hardware", "settings"},

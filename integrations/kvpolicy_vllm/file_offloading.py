@@ -13,6 +13,7 @@ import logging
 import os
 import uuid
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,7 +32,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvpolicy import fields
+from kvpolicy.caching import KINDS
 from kvpolicy.errors import InputError
+from kvpolicy.fields import POSITIVE, Rule, option, validate
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import FileTier, Finished, refuse_unsafe, weights_digest
 
@@ -42,15 +46,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """The entry of ``secondary_tiers``, beside its ``type``, ``module_path`` and ``backpressure``."""
+
+    directory: Path = option("Where the files are.")
+    max_gib: float = option("At most so many GiB of them.", rule=POSITIVE)
+    eviction_policy: str = option(
+        "Which chunks are given up.", "lru", Rule(f"one of {', '.join(KINDS)}", KINDS.__contains__)
+    )
+    model_files: Path | None = option("Folder of the weights, where the server was started with another name.", None)
+    identity: str | None = option(
+        "Changes whenever anything else does that decides KV, as the weights of an adapter.", None
+    )
+    locality: str | None = option("As of vLLM's own tiers.", None)
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
 class BoundedFileTier(SecondaryTierManager):
     """:class:`kvpolicy.tiers.FileTier` over the rows of vLLM's host memory, each of them a chunk of all ranks.
 
-    ``directory``: where the files are, at most ``max_gib`` of them. ``eviction_policy``: which chunks are given up, a
-    name of :data:`kvpolicy.caching.KINDS`. ``model_files``: the folder of the model's weights, where the server was not
-    started with a folder. ``identity``: a text that changes whenever anything else does that decides KV, as the weights
-    of a LoRA adapter that keeps its name.
-
-    Raises InputError where a setting will not do, and OSError where the directory cannot be written to.
+    ``settings``: those of :class:`TierSettings`. Raises InputError where one will not do, and OSError where the
+    directory cannot be written to.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -60,19 +79,15 @@ class BoundedFileTier(SecondaryTierManager):
         offloading_spec: OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
-        directory: str,
-        max_gib: float,
-        eviction_policy: str = "lru",
-        model_files: str = "",
-        identity: str = "",
-        locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.locality = None if locality is None else Locality(locality)
+        how = fields.read(TierSettings, settings, "secondary_tiers")
+        self.locality = Locality(how.locality) if how.locality else None
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
-        self._directory, self._max_bytes, self._policy = Path(directory), int(max_gib * GIB), eviction_policy
-        self._namespace = namespace_of(offloading_spec, self._rows.shape[1], model_files, identity)
+        self._directory, self._max_bytes, self._policy = how.directory, int(how.max_gib * GIB), how.eviction_policy
+        self._namespace = namespace_of(offloading_spec, self._rows.shape[1], how)
         refuse_unsafe(self._directory)
         self._opened: FileTier | None = None
         self._unusable = False
@@ -199,10 +214,10 @@ class BoundedFileTier(SecondaryTierManager):
         self._ended.append(JobResult(job_id, not failed, done if failed and job.is_promotion else None))
 
 
-def namespace_of(spec: OffloadingSpec, row_bytes: int, model_files: str, identity: str) -> dict[str, Any]:
+def namespace_of(spec: OffloadingSpec, row_bytes: int, how: TierSettings) -> dict[str, Any]:
     """What decides the bytes of a chunk beside its key. Raises InputError where the weights are not known."""
     config = spec.config
-    model = Path(model_files or config.model.name)
+    model = how.model_files or Path(config.model.name)
     if not model.exists():
         raise InputError(
             f"model_files: the server's model is {config.model.name!r}, which is no path here; give the folder of its "
@@ -211,7 +226,7 @@ def namespace_of(spec: OffloadingSpec, row_bytes: int, model_files: str, identit
     return {
         "engine": f"vllm {vllm.__version__}",
         "weights": weights_digest(model),
-        "identity": identity,
+        "identity": how.identity,
         "dtype": str(config.model.dtype),
         "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
         "tokens_per_hash": config.cache.tokens_per_hash,

@@ -18,6 +18,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.tiers.base import Key, Pieces
 
 PAGE = 4096
@@ -59,7 +60,7 @@ class BlockName(NamedTuple):
 FOLDERS = "0123456789abcdef"
 
 
-class Damaged(Exception):
+class Damaged(KVPolicyError):
     """A file that does not hold what it should. ``reason``: "foreign", "truncated" or "corrupt"."""
 
     def __init__(self, reason: str) -> None:
