@@ -113,7 +113,7 @@ test-build: .venv-$(VLLM)/.made
 test-sources: .venv/.made
 	.venv/bin/python tools/vllm_sources.py .vllm-sources $(VLLM)
 	$(WITH_VLLM) -m scheduler -k "$(VLLM)" --durations=25 $(RECORDED) $(PYTEST_FLAGS) $(NOTHING_FOUND)
-	KVPOLICY_VLLM_SOURCE="$(CURDIR)/.vllm-sources/$(VLLM)" \
+	VLLM_USE_V2_MODEL_RUNNER=0 KVPOLICY_VLLM_SOURCE="$(CURDIR)/.vllm-sources/$(VLLM)" \
 	PYTHONPATH="$(CURDIR)/.vllm-sources/$(VLLM)$${PYTHONPATH:+:$$PYTHONPATH}" \
 	.venv/bin/python -m pytest $(IN_PROCESS) -m scheduler --durations=10 $(RECORDED) $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
