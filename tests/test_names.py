@@ -19,6 +19,7 @@ ONE_ROLE = {
     "connector": "where vLLM looks it up, and what it finds there",
     "controller": "the plugin's, and the same on a virtual clock",
     "engine": "the engine of a simulator",
+    "file_tier": "KV in files, and the same on a virtual clock",
     "host_copies": "copies in host memory, and how far they are",
     "ordering": "an order of service, carried out by a scheduler",
     "pipeline": "the steps of one command",
