@@ -59,7 +59,7 @@ def test_a_load_of_no_request_is_not_reported_whether_it_fails_or_not(by_request
     ]
     connector: Any = object.__new__(KVPolicyConnector)
     connector.copier = SimpleNamespace(poll=lambda idle: done)
-    connector._connector_metadata = None
+    connector._connector_metadata = connector.files = None
     connector._reports_requests = by_request
     connector._failed_requests, connector._failed_blocks = set(), set()
     assert connector.get_finished(set()) == (None, {"r"})

@@ -61,5 +61,8 @@ def test_a_shape_has_the_weights_of_the_familys_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_costs_of_attention_within_chunks_are_not_known(name: str) -> None:
+    """Whatever its experts are."""
+    fields = FAMILIES[name].config().to_dict()
+    without_experts = {name: value for name, value in fields.items() if "moe" not in name and "expert" not in name}
     with pytest.raises(ConfigError, match="attention_chunk_size is 64: attention within chunks is not understood"):
-        ModelShape.from_config(FAMILIES[name].config().to_dict())
+        ModelShape.from_config(without_experts)
