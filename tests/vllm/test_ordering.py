@@ -31,6 +31,7 @@ pytestmark = pytest.mark.scheduler
 
 ORDERED = PRESSED | {
     "order": "mlfq:base=4", "prefix_caching": True, "max_running": 16, "token_budget": 128, "pictures": 0,
+    "cache": "off",  # what is found in host memory may be gone when its request is admitted
 }  # fmt: skip
 
 
