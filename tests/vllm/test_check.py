@@ -206,6 +206,12 @@ def test_the_report_says_what_host_memory_holds() -> None:
     assert report(groups=two).text().endswith("1,024 blocks")
 
 
+def test_the_report_says_what_was_not_tested() -> None:
+    untested = report(untested="M was not tested")
+    assert untested.ok and untested.text().splitlines()[-1] == "  M was not tested"
+    assert untested.to_dict()["untested"] == "M was not tested" and report().to_dict()["untested"] is None
+
+
 def test_the_report_says_why_not() -> None:
     helped = report(refused="no", groups=(), block_bytes=0, helps=("--a 1", "no --b"))
     assert helped.text().splitlines()[-1] == "  it would be served with --a 1, or with no --b"
