@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.settings import ServerSettings
-from kvpolicy_vllm.check import check
 from tests.vllm import harness, vision
 from tests.vllm.test_families import BOUNDARY, ENGINE, INSIDE, LATER, OUTPUT
 from tests.vllm.test_features import assert_same, assert_swapped
@@ -64,13 +62,11 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def path_with_torchvision() -> str:
-    return os.pathsep.join([str(BESIDE), os.environ[TORCHVISION], harness.environment()["PYTHONPATH"]])
-
-
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """As `harness.run`, in a process of its own that has torchvision."""
-    environment = harness.environment() | {"PYTHONPATH": path_with_torchvision()}
+    environment = harness.environment()
+    paths = [str(BESIDE), os.environ[TORCHVISION], environment["PYTHONPATH"]]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     return harness.run_module("tests.vllm.engine_process", job, folder, environment, warm=False)
 
 
@@ -96,14 +92,6 @@ def test_a_swap_changes_no_bit(case: str, result: dict[str, Any]) -> None:
     assert len(set(reference["tokens"])) > 30, "a text that repeats itself may hide a wrong KV entry"
     assert_swapped(result["cases"][case], CASES[case]["tokens"])
     assert_same(result["cases"][case], reference)
-
-
-def test_the_check_says_what_was_not_tested(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", path_with_torchvision())
-    found = check(model, ServerSettings("always-swap", host_gib=0.5), ["--dtype", "float32"])
-    assert found.ok and ("videos" in found.untested) == (name == "qwen2-vl")
-    alone = check(model, ServerSettings("always-swap", host_gib=0.5), ["--dtype", "float32", "--language-model-only"])
-    assert alone.ok and not alone.untested
 
 
 def test_a_picture_matters(result: dict[str, Any]) -> None:
