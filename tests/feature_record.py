@@ -13,8 +13,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -63,6 +64,14 @@ class Recorder:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._rows: dict[Key, tuple[str, Counter[str]]] = {}
+        self._named: dict[str, set[str]] = {}
+        """Features that each test names, by test; those of its parameters that do not run, too."""
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        if any("[" in argument for argument in item.config.args):
+            return  # one parameter was asked for, and the others are not collected
+        named = self._named.setdefault(item.nodeid.split("[")[0], set())
+        named.update(mark.args[0] for mark in item.iter_markers("feature"))
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -79,16 +88,30 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         if self._rows:
-            write(self._file, merged(read(self._file), self._rows))
+            write(self._file, merged(read(self._file), self._rows, self._named))
 
 
 def read(file: Path) -> list[dict[str, Any]]:
     return list(json.loads(file.read_text())) if file.exists() else []
 
 
-def merged(rows: list[dict[str, Any]], new: dict[Key, tuple[str, Counter[str]]]) -> list[dict[str, Any]]:
-    """``rows`` with those of ``new``. A row that only tells of skipped tests takes the place of none."""
-    by_key = {(row["feature"], row["version"], row["test"]): row for row in rows}
+def merged(
+    rows: list[dict[str, Any]],
+    new: dict[Key, tuple[str, Counter[str]]],
+    named: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """``rows`` with those of ``new``. A row that only tells of skipped tests takes the place of none.
+
+    ``named``: the features that tests name, by test. Where such a test has new rows, its rows of other features go: it
+    backs them no more.
+    """
+    ran = {test for _, _, test in new}
+    backed = {test: {*features, *(feature for feature, _, of in new if of == test)} for test, features in named.items()}
+    by_key = {
+        (row["feature"], row["version"], row["test"]): row
+        for row in rows
+        if row["test"] not in ran or row["feature"] in backed.get(row["test"], (row["feature"],))
+    }
     for key, (how, counts) in new.items():
         if key in by_key and set(counts) == {"skipped"}:
             continue

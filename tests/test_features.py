@@ -106,3 +106,11 @@ def test_skipping_a_test_forgets_nothing() -> None:
     assert merged([row], {("f", "0.32", "t"): ("engine", Counter(skipped=4))}) == [row]
     (new,) = merged([row], {("f", "0.32", "t"): ("engine", Counter(passed=1, skipped=3))})
     assert (new["passed"], new["skipped"]) == (1, 3)
+
+
+def test_what_a_test_backs_no_more_goes_once_it_is_run_again() -> None:
+    row = {"feature": "f", "version": "0.32", "test": "t", "how": "refused", "passed": 1}
+    others = [row | {"test": "u"}, row | {"feature": "g"}]
+    ran = {("g", "0.32", "t"): ("refused", Counter(passed=1))}
+    assert merged([row, *others], ran, {"t": {"g"}, "u": {"g"}}) == others
+    assert merged([row], ran, {"t": {"f", "g"}}) == [row, row | {"feature": "g"}], "one of its parameters backs it"

@@ -29,7 +29,7 @@ NOT_TESTED = {
     "a setting allows them",
     "LMCacheConnectorV1, LMCacheMPConnector": "LMCache 0.5.6 runs the first on no CPU, and with the second vLLM's CPU "
     "build does not start; served with a warning beside kvpolicy's",
-    "multimodal models": "but those of the table, with pictures: served",
+    "multimodal models": "but LLaVA and Qwen2-VL, with pictures: served, with a warning that the check gives, too",
     "SimpleCPUOffloadConnector": "does not start on a CPU; served with a warning beside kvpolicy's",
     "Mooncake, MoRIIO, FlexKV, HF3FS and other connectors": "served with a warning beside kvpolicy's",
     "asynchronous scheduling in a real engine": "vLLM's CPU build has none: only its scheduler is driven",

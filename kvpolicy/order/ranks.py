@@ -230,6 +230,8 @@ class Ranks(Generic[R]):
         if known is not None:
             return known
         rank = self.order.rank(self._look(request, self._keys[request][0], entry.admitted_at_tokens), view)
+        if not isinstance(rank, Rank):
+            raise TypeError(f"{self.order.label}: rank gave {rank!r}, should be a kvpolicy.order.Rank")
         if self.order.rank_ratio > 1.0:
             rank = rank._replace(value=levels(rank.value, self.order.rank_ratio))
         # One without an end is not asked for again. The rank that a request keeps after an error is such a one.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import inf
+from pathlib import Path
 
 import pytest
 
 from kvpolicy.order import Guarded, Progress, View, load
 from kvpolicy.order.base import MAX_SHOWN, levels
+from tests.order import ten_line_order
 from tests.order.made import ByLevel, progress, view
 
 
@@ -40,3 +43,13 @@ def test_by_default_the_last_goes_first_everything_is_worth_it_and_nobody_is_hel
     assert order.displaces(progress(9), some[0], view()) and order.worth(progress(9), some, view())
     assert order.admits(progress(9), 0, view()) and not order.hold(some, view()) and not order.holds
     assert order.probability(progress(9), some, some, view()) == 1.0
+
+
+def test_an_order_of_ones_own_has_ten_lines_and_is_the_documented_one() -> None:
+    code = Path(ten_line_order.__file__).read_text()
+    guide = Path(__file__).parents[2] / "docs" / "own-policies.md"
+    assert len(code.splitlines()) == 10
+    assert code in re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    order = load("python:tests.order.ten_line_order:ShortPromptsFirst", allow_python=True)
+    short, long = (order.rank(progress(prompt_tokens=tokens), view()) for tokens in (900, 1100))
+    assert short < long and order.displaces_by_rank and order.name == "short-prompts"

@@ -447,3 +447,12 @@ class Ungrouped(Wrapper):
 
     def rank_group(self, request: Progress) -> Hashable:
         return None
+
+
+def test_what_is_no_rank_is_refused_by_name() -> None:
+    class Bare(ByLevel):
+        def rank(self, request: Progress, view: View) -> Any:
+            return request.prompt_tokens
+
+    with pytest.raises(TypeError, match=r"by-level.*: rank gave 10, should be a kvpolicy.order.Rank"):
+        made(Bare(), "a")

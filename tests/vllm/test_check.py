@@ -20,7 +20,7 @@ from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.models import make_tokenizer
-from kvpolicy_vllm.check import CheckReport, Group, check
+from kvpolicy_vllm.check import CheckReport, Group, check, lay_out
 from tests.test_launch import run
 from tests.vllm import families, features
 from tests.vllm.harness import ROOT
@@ -204,6 +204,30 @@ def test_the_report_says_what_host_memory_holds() -> None:
     two = (Group("FullAttentionSpec", 4, 16, None), Group("SlidingWindowSpec", 4, 16, 128))
     assert "sliding-window attention over 128 tokens" in report(groups=two).text()
     assert report(groups=two).text().endswith("1,024 blocks")
+
+
+@pytest.mark.parametrize("is_laid_out", [True, False])
+def test_what_was_not_tested_of_a_models_inputs_is_in_the_answer(
+    monkeypatch: pytest.MonkeyPatch, is_laid_out: bool
+) -> None:
+    def laid_out(config: Any) -> Any:
+        if not is_laid_out:
+            raise RuntimeError("needs weights")
+
+    monkeypatch.setattr(lay_out, "server_config", lambda arguments: arguments)
+    monkeypatch.setattr(lay_out, "laid_out", laid_out)
+    monkeypatch.setattr(lay_out, "groups_of", lambda kv_cache: [])
+    monkeypatch.setattr(lay_out, "served_block_bytes", lambda config, kv_cache: 4096)
+    monkeypatch.setattr(lay_out, "untested_inputs", lambda config: f"{config} was not tested")
+    arguments: Any = "M"
+    found = lay_out.judged(arguments)
+    assert found["untested"] == "M was not tested" and ("block_bytes" in found) == is_laid_out
+
+
+def test_the_report_says_what_was_not_tested() -> None:
+    untested = report(untested="M was not tested")
+    assert untested.ok and untested.text().splitlines()[-1] == "  M was not tested"
+    assert untested.to_dict()["untested"] == "M was not tested" and report().to_dict()["untested"] is None
 
 
 def test_the_report_says_why_not() -> None:

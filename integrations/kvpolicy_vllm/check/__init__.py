@@ -58,6 +58,8 @@ class CheckReport:
     host_gib: float
     helps: tuple[str, ...] = ()
     """Changes with any one of which it would be served, where it is the plugin that refuses; each was tried."""
+    untested: str = ""
+    """What no test has shown of the model's inputs, though they are served; empty where there is nothing."""
 
     @property
     def served(self) -> bool | None:
@@ -80,6 +82,8 @@ class CheckReport:
         if self.ok and self.host_blocks:
             tokens = f", {self.host_blocks * self.groups[0].block_size:,} tokens" if len(self.groups) == 1 else ""
             lines.append(f"  {self.host_gib:g} GiB of host memory hold {self.host_blocks:,} blocks{tokens}")
+        if self.untested:
+            lines.append(f"  {self.untested}")
         if self.refused:
             lines.append(f"  {self.refused}")
         if self.helps:
@@ -105,6 +109,7 @@ class CheckReport:
             "host_blocks": self.host_blocks or None,
             "not_laid_out": self.not_laid_out or None,
             "helps": list(self.helps),
+            "untested": self.untested or None,
         }
 
 

@@ -23,7 +23,7 @@ from kvpolicy_vllm.plugin.connector import cores_here, host_slots, pools
 from kvpolicy_vllm.plugin.engine_config import device_name
 from kvpolicy_vllm.plugin.scheduler import refuse_order
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.versions import refuse_unsupported
+from kvpolicy_vllm.plugin.versions import refuse_unsupported, untested_inputs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NOTHING: dict[str, Any] = {
-    "engine": "", "device": "", "refused": "", "groups": [], "block_bytes": 0, "not_laid_out": "", "helps": []
+    "engine": "", "device": "", "refused": "", "groups": [], "block_bytes": 0, "not_laid_out": "", "helps": [],
+    "untested": "",
 }  # fmt: skip
 
 
@@ -76,12 +77,13 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
         kv_cache = laid_out(config)
     # The model's own error, or one of a model that needs its weights or a device to be made: which is not known.
     except Exception as error:  # noqa: BLE001
-        return {"not_laid_out": f"{type(error).__name__}: {error}"}
+        return {"not_laid_out": f"{type(error).__name__}: {error}", "untested": untested_inputs(config)}
     groups = groups_of(kv_cache)
     try:
-        return {"groups": groups, "block_bytes": served_block_bytes(config, kv_cache)}
+        served = {"groups": groups, "block_bytes": served_block_bytes(config, kv_cache)}
     except KVPolicyError as error:
         raise NotServed(error, groups) from error
+    return served | {"untested": untested_inputs(config)}
 
 
 def is_served(arguments: AsyncEngineArgs) -> bool:

@@ -29,7 +29,13 @@ from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.rank_files import RankFiles
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.versions import engine_version, platform, refuse_unsupported, warn_untested
+from kvpolicy_vllm.plugin.versions import (
+    engine_version,
+    platform,
+    refuse_unsupported,
+    warn_untested,
+    warn_untested_inputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +70,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
         else:
             warn_untested()
+            warn_untested_inputs(vllm_config)
             self.controller = controller_for(
                 self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes, pool_count
             )

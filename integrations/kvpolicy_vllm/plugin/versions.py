@@ -38,6 +38,8 @@ SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "ChunkedLocalAttentionSpe
 """Specifications of KV cache groups, by vLLM's names."""
 TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector")
 """Connectors that were tested beside kvpolicy's."""
+TESTED_MULTIMODAL = {"LlavaForConditionalGeneration": "", "Qwen2VLForConditionalGeneration": "videos"}
+"""Architectures that were tested with pictures, and what else they take, which was not."""
 SERVED_STATES = ("MAMBA2", "GDN_ATTN")
 SERVED_KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype``. Others have scales of their own beside the keys and values, or pack several into a
@@ -244,6 +246,29 @@ def warn_untested_connectors(names: Iterable[str]) -> None:
         logger.warning(
             "kvpolicy: %s was not tested beside it; tested are %s", ", ".join(untested), ", ".join(TESTED_BESIDE)
         )
+
+
+def untested_inputs(config: VllmConfig) -> str:
+    """What was not tested of a model that takes more than text; empty where all was."""
+    multimodal = config.model_config.multimodal_config
+    if multimodal is None or multimodal.language_model_only:
+        return ""
+    names = config.model_config.architectures
+    untested = [name for name in names if name not in TESTED_MULTIMODAL]
+    if untested:
+        return (
+            f"{', '.join(untested)} was not tested; of the models that take more than text, "
+            f"{' and '.join(TESTED_MULTIMODAL)} were, with pictures"
+        )
+    others = [f"{name} was not tested with {TESTED_MULTIMODAL[name]}" for name in names if TESTED_MULTIMODAL[name]]
+    return ", ".join(others)
+
+
+def warn_untested_inputs(config: VllmConfig) -> None:
+    """Log a warning where the model takes inputs that were not tested."""
+    untested = untested_inputs(config)
+    if untested:
+        logger.warning("kvpolicy: %s", untested)
 
 
 def refuse_offloading(config: VllmConfig) -> None:
