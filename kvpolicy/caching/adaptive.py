@@ -8,6 +8,8 @@ from collections.abc import Container, Sequence
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
 
 Keys = OrderedDict[Key, None]
+STALE = 4
+"""Entries of queues, by block of the capacity, at which those of blocks that were lost are removed."""
 
 
 class Arc(CachingPolicy):
@@ -128,6 +130,14 @@ class S3Fifo(CachingPolicy):
                 self._main.append(key)
             else:
                 self._small.append(key)
+        if len(self._small) + len(self._main) > STALE * max(self.capacity, 16):
+            self._small = self._in_order(self._small, main=False)
+            self._main = self._in_order(self._main, main=True)
+
+    def _in_order(self, queue: deque[Key], main: bool) -> deque[Key]:
+        """The blocks of a queue that are in it, each where it was put last."""
+        there = dict.fromkeys(key for key in reversed(queue) if key in self._uses and (key in self._in_main) == main)
+        return deque(reversed(there))
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
         evicted: list[Key] = []

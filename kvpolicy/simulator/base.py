@@ -87,7 +87,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptCache:
+class LowerTiers:
     """What host memory holds of prompts and answers that no copy of a preempted request needs, and files below it."""
 
     policy: str
@@ -152,7 +152,7 @@ class Server:
     geometry: Mapping[str, Any] = field(default_factory=dict)
     order: Order = field(default_factory=Fcfs)
     """The order of service, where it is other than vLLM's own, which ``scheduling`` names."""
-    cache: PromptCache | None = None
+    cache: LowerTiers | None = None
     """None: host memory holds copies of preempted requests only."""
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from kvpolicy.order import is_stock, load_order
 from kvpolicy.request_marks import FORM as CLASSES_FORM
 from kvpolicy.request_marks import Classes
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
-from kvpolicy.simulator import PromptCache
+from kvpolicy.simulator import LowerTiers
 from kvpolicy.study.figure import FORM, names_figure
 
 HARDWARE_FORMS = (
@@ -129,12 +129,12 @@ class Serving:
         files = {"file_gib": self.file_gib, "file_link": (self.file_link or FILE_LINK).text} if self.file_gib else {}
         return {"host_cache": self.host_cache, **files}
 
-    def prompt_cache(self, block_bytes: int) -> PromptCache | None:
+    def prompt_cache(self, block_bytes: int) -> LowerTiers | None:
         """What host memory holds besides copies, and the files below it; None where that is nothing."""
         if self.host_cache == caching.OFF:
             return None
         files, link = int(self.file_gib * GIB // block_bytes), self.file_link or FILE_LINK
-        return PromptCache(self.host_cache, files, link.bytes_per_s, link.latency_s)
+        return LowerTiers(self.host_cache, files, link.bytes_per_s, link.latency_s)
 
     def host_blocks_of(self, block_bytes: int) -> int:
         """Number of blocks of that size in the host memory."""

@@ -25,3 +25,14 @@ def test_s3_fifo_gives_up_what_was_used_once_before_what_was_used_again() -> Non
     assert serve(policy, "k") == "b"  # a, used again, went to the main queue
     assert serve(policy, "b") == "c" and serve(policy, "l") == "d"
     assert "b" in policy and "a" in policy
+
+
+def test_s3fifo_forgets_blocks_that_are_lost_before_anything_is_evicted() -> None:
+    policy = S3Fifo(4)
+    policy.stored(["a", "b"], [0, 1])
+    for number in range(1000):
+        policy.stored([number], [0])
+        policy.lost(number)
+    assert len(policy._small) + len(policy._main) <= 65
+    policy.stored(["a2"], [0])
+    assert policy.evict(3, ()) == ["b", "a", "a2"]

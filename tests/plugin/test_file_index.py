@@ -114,6 +114,9 @@ def test_files_hold_at_most_a_share_of_the_slots() -> None:
     core.save(chain)
     stores, _ = core.jobs()
     assert sum(len(job.keys) for job in stores) == core.pool.used == SLOTS // SHARE
+    assert core.counts["refused"] == SLOTS - SLOTS // SHARE
+    core.save([b"later", b"still"])
+    assert core.counts["refused"] == SLOTS - SLOTS // SHARE + 2
     assert not core.index.fetch([b"other"], 0, 1)
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.tiers import FileTier, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
@@ -102,6 +103,28 @@ def test_loads_into_memory_that_was_replaced_have_failed(rank: tuple[RankFiles, 
     assert found == {2: (digest_of_key(b"a"),), 3: ()} and not other.holds(5)
     files.begin(StepJobs(4, file_stores=(FileJob(4, (b"c",), (2,), (b"c",)),)))
     assert reports(files) == [FileReport(4, failed=(digest_of_key(b"c"),))], "the new slots hold nothing"
+
+
+def test_a_load_waits_for_a_save_that_is_still_being_written_to_its_slot(tmp_path: Path) -> None:
+    device, now_s = copier(), [0.0]
+    device._clock, device._link = lambda: now_s[0], SimulatedLink(bytes_per_s=BLOCK_BYTES)
+    files = RankFiles(opened(tmp_path), device)
+    device.save(Job(1, "r", (0,), (0,)))
+    now_s[0] = 1.0
+    device.poll()
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),)))
+    assert reports(files) == [FileReport(1), FileReport(ready=True)]
+    device.save(Job(2, "r", (1,), (5,)))  # its content leaves the slot at once, before the copy has ended
+    load = StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),))
+    files.begin(load)
+    assert reports(files) == [], "what is being written there would overwrite the block from the file"
+    now_s[0] = 2.0
+    device.poll()
+    files.begin(load)
+    assert reports(files) == [FileReport(2)]
+    device.load(Job(3, "r", (4,), (5,)))
+    assert (device.device_segments[0][4] == 1).all(), "block 0, from the file"
+    files.close()
 
 
 def test_what_an_earlier_server_left_is_reported_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,14 @@ class Places:
 
     def before_step(self) -> None:
         scheduler = self._scheduler
-        self._failed |= scheduler.failed_recving_kv_req_ids
+        failed = scheduler.failed_recving_kv_req_ids
+        again = {name for name in self._failed - failed if self._is_being_loaded(name)}
+        self._failed = (self._failed | failed) - again  # the next load may bring what others left in host memory
         self._loaded = {name for name, request in scheduler.requests.items() if self._is_loaded(name, request)}
+
+    def _is_being_loaded(self, name: str) -> bool:
+        request = self._scheduler.requests.get(name)
+        return request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def _is_loaded(self, name: str, request: Any) -> bool:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:

@@ -78,6 +78,11 @@ class Run:
             assert step < 100_000, "no progress"
         for _ in range(20):  # let loads of aborted requests come back
             self.engine.engine_core.engine_core.step()
+        prompts = getattr(getattr(self.scheduler, "kvpolicy", None), "prompts", None)
+        while prompts is not None and prompts.files_under_way:  # a disk may be slow
+            self.engine.engine_core.engine_core.step()
+            step += 1
+            assert step < 200_000, "what became of files is not reported"
 
     def _take(self, output: Any) -> None:
         """Keep finished completions. Outputs are cumulative, and completions of one request finish apart."""

@@ -10,10 +10,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import namespace_digest
 from kvpolicy_vllm.plugin import file_namespace
-from kvpolicy_vllm.plugin.file_namespace import hash_seed, namespace_of, refuse_unnameable
+from kvpolicy_vllm.plugin.file_namespace import hash_seed, namespace_of, orders_in_memory, refuse_unnameable
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -42,6 +44,7 @@ def config_of(model: Path, **more: Any) -> Any:
             "world_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
         },
         "load_config": {"load_format": "auto"},
+        "attention_config": {"backend": None},
     }  # fmt: skip
     whole: dict[str, Any] = {"lora_config": None, "speculative_config": None}
     for name, value in more.items():
@@ -60,8 +63,10 @@ def test_all_that_decides_the_bytes_tells_namespaces_apart(model: Path, monkeypa
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     rope = SimpleNamespace(to_dict=lambda: {"rope_theta": 5e5})
 
-    def digest(rank: int = 0, segments: tuple[int, ...] = (4096, 4096), cache: Any = None, **more: Any) -> str:
-        found = namespace_of(config_of(model, **more), cache or cache_of(), rank, [*segments])
+    def digest(
+        rank: int = 0, segments: tuple[int, ...] = (4096, 4096), cache: Any = None, layers: Any = (), **more: Any
+    ) -> str:
+        found = namespace_of(config_of(model, **more), cache or cache_of(), rank, [*segments], [*layers])
         return namespace_digest(found)
 
     drafter = SimpleNamespace(method="eagle", draft_model_config=None)
@@ -70,6 +75,7 @@ def test_all_that_decides_the_bytes_tells_namespaces_apart(model: Path, monkeypa
         digest(cache=cache_of(page_size_bytes=2048)), digest(dtype="torch.bfloat16"), digest(cache_dtype="fp8"),
         digest(quantization="awq"), digest(hf_config=rope), digest(world_size=4), digest(tensor_parallel_size=1),
         digest(prefix_caching_hash_algo="sha256_cbor"), digest(speculative_config=drafter),
+        digest(backend="FLASHINFER"), digest(layers=[[[-1, 0], [2, 1]]]),
     ]  # fmt: skip
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
     digests.append(digest())
@@ -85,6 +91,21 @@ def test_all_that_decides_the_bytes_tells_namespaces_apart(model: Path, monkeypa
     (model / "model.safetensors").write_bytes(b"WEIGHTS")
     digests.append(digest())
     assert len({*digests}) == len(digests)
+
+
+def test_layers_that_lie_otherwise_are_told_apart_and_numbers_of_blocks_are_not() -> None:
+    def orders(*strided: int, blocks: int = 7) -> Any:
+        sizes = (blocks, 2, 4, 3, 5)  # blocks, keys and values, tokens, heads, elements
+        return orders_in_memory({"layer": torch.zeros([sizes[dim] for dim in strided]).permute(_back(strided))}, blocks)
+
+    by_token, by_head = orders(0, 1, 2, 3, 4), orders(0, 1, 3, 2, 4)
+    assert by_token == orders(0, 1, 2, 3, 4, blocks=9)
+    apart = [by_token, by_head, orders(1, 0, 2, 3, 4), orders_in_memory({"layer": torch.zeros(2, 7, 4, 3, 5)}, 7)]
+    assert len({repr(order) for order in apart}) == len(apart)
+
+
+def _back(order: tuple[int, ...]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
 
 
 def test_weights_that_are_drawn_are_told_apart_by_their_seed(tmp_path: Path) -> None:

@@ -12,12 +12,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import SamplingParams
 from vllm.v1.request import RequestStatus, StreamingUpdate
 
 from kvpolicy import trace as traces
 from kvpolicy.order import Priority, Progress, Rank, View, load, room
+from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.bench.plugin_switch import PluginSwitch
 from kvpolicy_vllm.plugin import observers
+from kvpolicy_vllm.plugin.messages import FileReport
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.trace_writer import TraceRecorder
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
@@ -130,6 +133,38 @@ def test_where_nobody_comes_in_victims_grow_rare(model: Path, monkeypatch: pytes
     outcome = served(made)
     assert outcome.problems == () and outcome.missed > 5
     assert max(rests) >= 4
+
+
+def test_nobody_is_displaced_for_a_prompt_that_is_on_its_way_from_files(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    plugin = harness.plugin("always-swap", order="urgent", cache="lru", cache_files=str(tmp_path))
+    scheduler = alone.scheduler_for(
+        BASE | {"model": str(model), "plugin": plugin, "blocks": 41, "prefix_caching": True}
+    )
+    worker, files, prompts = alone.Worker(late=0), scheduler.kvpolicy.prompts.files, scheduler.kvpolicy.prompts
+    long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    running = alone.made_request(0, [*range(500)], long.clone(), priority=5)
+    urgent = alone.made_request(1, [*range(600, 800)], long.clone(), priority=-5)
+
+    def step() -> int:
+        output = scheduler.schedule()
+        sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        scheduler.update_from_output(output, worker.execute(output, sampled))
+        return int(harness.total(scheduler.connector.stats(), "displaced"))
+
+    scheduler.add_request(running)
+    for _ in range(8):
+        step()
+    prompts.step_begins(scheduler, 0, lambda: 0.0)
+    digests = tuple(map(digest_of_key, prompts._keys(urgent, 0, 12)))
+    files.acknowledge([FileReport(found=digests, ready=True)])
+    scheduler.add_request(urgent)
+    assert [step() for _ in range(5)] == [0] * 5 and running.status == RequestStatus.RUNNING
+    assert [*files._under] == [1], "it waits for its prompt"
+    files.acknowledge([FileReport(1)])
+    assert [step() for _ in range(3)][-1] == 1 and urgent in scheduler.running
 
 
 @pytest.mark.parametrize(("order", "method"), [("mlfq:base=4", "make_room"), ("reserve:.2", "admits")])

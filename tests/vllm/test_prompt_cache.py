@@ -254,6 +254,19 @@ def test_an_error_in_deciding_leaves_the_prompt_to_be_computed(model: str, monke
 
 
 @pytest.mark.scheduler
+def test_prices_that_cannot_be_predicted_stop_nobody(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin, small = harness.plugin, {"cache": "cost", "host_gib": 20.5 * BLOCK_BYTES / GIB}
+    monkeypatch.setattr(harness, "plugin", lambda policy, **extra: plugin(policy, **extra | small))
+    served = Served(model)
+    monkeypatch.setattr(served.controller.copies.pool.cache.inner._price, "_costs", lambda situation: 1 / 0)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    stats = served.controller.stats()
+    assert harness.total(stats, "cache_undecided") > 0
+    assert harness.total(stats, "cache_blocks", event="evicted") > 0, "prices were asked for"
+
+
+@pytest.mark.scheduler
 def test_a_request_that_is_aborted_while_it_is_loaded_leaves_nothing(model: str) -> None:
     served = Served(model, late=5)
     served.serve(served.request(PROMPT))

@@ -65,7 +65,13 @@ def controller_for(
         load_policy = partial(without_costs, load_policy, reason)
     decider = Decider(load_policy(""), random.Random(seed), settings.shadow)
     memory = None if settings.online_state is None else remember(decider, of_rank(settings.online_state, rank))
-    prices, complain = BlockPrices(decider.hit_costs), Complaints()
+    complain = Complaints()
+
+    def unpriced() -> None:
+        controller.metrics.tally.add("cache_undecided")
+        complain("predicting the price of a block failed; it is worth nothing (counted as cache_undecided)")
+
+    prices = BlockPrices(decider.hit_costs, unpriced)
 
     def cache_failed(method: str) -> None:
         controller.metrics.tally.add("cache_failed", method=method)

@@ -23,7 +23,7 @@ from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
-from kvpolicy_vllm.plugin.file_namespace import namespace_of, refuse_unnameable
+from kvpolicy_vllm.plugin.file_namespace import namespace_of, orders_in_memory, refuse_unnameable
 from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_replicated, says_where_layers_lie, segments_of_layers
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
@@ -124,17 +124,18 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if leftover is not None:
             copier.take_over(leftover)
-        self._keep_files(copier)
+        self._keep_files(copier, kv_caches)
 
-    def _keep_files(self, copier: Copier) -> None:
+    def _keep_files(self, copier: Copier, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open this rank's files, or go on with them from and to the slots of another copier."""
         directory = self.settings.cache_files
         if self.files is not None:
             self.files.copy_with(copier)
         elif directory is not None:
-            config = self._vllm_config
+            config, kv_cache = self._vllm_config, self._kv_cache_config
+            layers = orders_in_memory(kv_caches, kv_cache.num_blocks)
             pieces = [segment.shape[1] * segment.element_size() for segment in copier.device_segments]
-            namespace = namespace_of(config, self._kv_cache_config, int(config.parallel_config.rank), pieces)
+            namespace = namespace_of(config, kv_cache, int(config.parallel_config.rank), pieces, layers)
             capacity = int(self.settings.cache_files_gib * GIB) // self._pool_count
             self.files = RankFiles(FileTier.open(directory, namespace, self.block_bytes, capacity), copier)
 

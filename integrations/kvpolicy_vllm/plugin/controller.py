@@ -296,8 +296,7 @@ class Controller:
             self.copies.begin_load(request_id, wanted, tuple(into), load_tokens)
             self._load_begins(request, into)
         elif copy is None and self.prompts is not None:
-            into = self.prompts.admitted(request, block_ids[0], load_tokens)
-            if into:
+            if into := self.prompts.admitted(request, block_ids[0], load_tokens):
                 self._load_begins(request, into)
         elif copy is not None and copy.load_tokens == 0:
             # The prefix cache has all its tokens, it is better to compute them, or vLLM does not load.

@@ -110,9 +110,10 @@ class FileIndex:
         return not known and self._pool.worth_storing(block.node.reach)
 
     def _store(self, run: list[HostBlock]) -> None:
-        run = run[: self._room()]
+        room = self._room()
+        self._count("refused", len(run[room:]))
+        run = run[:room]
         if not run:
-            self._count("refused", 1)
             return
         node = run[0].node
         assert node is not None

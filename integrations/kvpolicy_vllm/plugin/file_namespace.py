@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
 from huggingface_hub import snapshot_download
+from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 
 from kvpolicy.errors import InputError
@@ -58,15 +61,19 @@ def hash_seed(config: VllmConfig) -> str:
     )
 
 
-def namespace_of(config: VllmConfig, kv_cache: KVCacheConfig, rank: int, segments: list[list[int]]) -> dict[str, Any]:
-    """Of one rank. ``segments``: bytes of a block in each piece of device memory, as its copier has them.
+def namespace_of(
+    config: VllmConfig, kv_cache: KVCacheConfig, rank: int, segments: list[int], layers: list[Any]
+) -> dict[str, Any]:
+    """Of one rank. ``segments``: bytes of a block in each piece of device memory, as its copier has them; ``layers``:
+    how each layer's part of a block lies there, see :func:`orders_in_memory`.
 
     Raises InputError where the model's weights are not found.
     """
     model, parallel = config.model_config, config.parallel_config
     return {
         "engine": f"vllm {vllm.__version__}",
-        "device": device_name(),
+        "device": [device_name(), *_instructions()],
+        "attention": [str(getattr(config.attention_config, "backend", None)), os.getenv("VLLM_ATTENTION_BACKEND", "")],
         "weights": identity_of_weights(config, model),
         "drafter": _drafter(config),
         "model": json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),
@@ -80,12 +87,34 @@ def namespace_of(config: VllmConfig, kv_cache: KVCacheConfig, rank: int, segment
             for group in kv_cache.kv_cache_groups
         ],
         "segments": segments,
+        "layers": layers,
         "ranks": [
             rank, int(parallel.world_size), int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size),
             int(getattr(parallel, "decode_context_parallel_size", 1)),
         ],
         "layout": os.getenv("VLLM_KV_CACHE_LAYOUT", ""),
     }  # fmt: skip
+
+
+def orders_in_memory(kv_caches: dict[str, Any], blocks: int) -> list[Any]:
+    """Sizes of the dimensions of each layer's tensors, the outermost in memory first, each with its place in the shape.
+    That of the blocks, of which there may be more in the next server, counts as one. Attention backends differ in this:
+    the bytes of a block are as many, and mean another thing."""
+    tensors = [tensor for held in kv_caches.values() for tensor in (held if isinstance(held, list | tuple) else [held])]
+    return [
+        [
+            [-1 if tensor.shape[dim] == blocks else int(tensor.shape[dim]), dim]
+            for dim in sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+        ]
+        for tensor in tensors
+    ]
+
+
+def _instructions() -> list[str]:
+    """What the CPU can do, by which vLLM's CPU backend packs keys."""
+    if not current_platform.is_cpu():
+        return []
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), str(torch.cpu._is_amx_tile_supported())]
 
 
 def _drafter(config: VllmConfig) -> str:

@@ -42,7 +42,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cache_hit_tokens": ("Tokens that these went on for.", ("tier", "outcome")),
     "cache_loaded_tokens": ("Tokens loaded from the cache of prompts.", ("tier",)),
     "cache_blocks": ("KV blocks stored in the cache of prompts, refused by it, or evicted.", ("tier", "event")),
-    "cache_undecided": ("Times that deciding whether to load a prompt failed; it was computed.", ()),
+    "cache_undecided": ("Times that deciding whether to load a prompt, or what a block of it is worth, failed.", ()),
     "cache_failed": ("Times that a caching policy failed; lru took its place.", ("method",)),
     "hinted_blocks": ("KV blocks of the cache of prompts by what became of hints about them.", ("event",)),
     "hints_failed": ("Times that heeding a request's hints about its KV failed.", ()),

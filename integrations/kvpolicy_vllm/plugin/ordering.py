@@ -329,7 +329,14 @@ class Ordering:
             return False
         if getattr(request, "num_stale_output_tokens", 0) and not getattr(request, "drop_stale_output", False):
             return False
-        return not self._admission.lacks_encoder_room(request)
+        return not (self._admission.lacks_encoder_room(request) or self._waits_for_files(request))
+
+    def _waits_for_files(self, request: Any) -> bool:
+        """Whether its prompt is on its way from files to host memory, so that vLLM does not admit it."""
+        prompts = self._scheduler.kvpolicy.prompts
+        if prompts is None or prompts.files is None or request.num_computed_tokens > 0:
+            return False
+        return bool(prompts.waits_for_files(request, self._admission.local_hits(request)[1]))
 
     def _may_lose(self, request: Any) -> bool:
         """Whether a running request may be displaced. One whose last token is in flight ends by itself."""

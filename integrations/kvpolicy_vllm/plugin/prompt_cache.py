@@ -299,12 +299,17 @@ class PromptCache:
 
 class BlockPrices:
     """Engine seconds that each block of a prompt saves where it is loaded and not computed, by its position, for the
-    caching policy by cost. 1 for every block where the policy of the server predicts no costs."""
+    caching policy by cost. 1 for every block where the policy of the server predicts no costs.
+
+    ``failed``: called where predicting them raised, while the exception is handled; the block is worth nothing then.
+    """
 
     MIN_S = 1e-9
 
-    def __init__(self, costs: Callable[[Preemption], tuple[float, float] | None]) -> None:
-        self._costs = costs
+    def __init__(
+        self, costs: Callable[[Preemption], tuple[float, float] | None], failed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._costs, self._failed = costs, failed
         self.situation: Callable[[int], Preemption] | None = None
         """That of a request with so many blocks in host memory; set before blocks are compared."""
         self._known: dict[int, float] = {}
@@ -312,7 +317,12 @@ class BlockPrices:
     def __call__(self, position: int) -> float:
         price = self._known.get(position)
         if price is None:
-            price = self._known[position] = self._price(position)
+            try:
+                price = self._known[position] = self._price(position)
+            # The boundary between a policy and a server: what is given up is computed when it is asked for again.
+            except Exception:  # noqa: BLE001
+                self._failed()
+                return self.MIN_S
         return price
 
     def _price(self, position: int) -> float:

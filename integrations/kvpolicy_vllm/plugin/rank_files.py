@@ -29,11 +29,14 @@ class RankFiles:
         self._last: StepJobs | None = None
         self._stale: set[int] = set()
         """Numbers of loads into memory that is not used any more."""
+        self._waiting: list[FileJob] = []
+        """Loads into slots that the copier is still writing to, for contents that have left them since."""
         found = tier.digests()
         self._found = deque([found[at : at + FOUND_AT_ONCE] for at in range(0, len(found), FOUND_AT_ONCE)] or [[]])
 
     def copy_with(self, copier: Copier) -> None:
         """Use the host slots of another copier from now on. Waits for what is under way; loads fail."""
+        self._begin_loads(anyway=True)
         self._tier.wait_idle()
         self._stale |= {number for number, (job, _) in self._open.items() if not job.chain}
         self._copier, self._memory = copier, host_rows(copier)
@@ -42,16 +45,28 @@ class RankFiles:
         """Begin a step's jobs, once, however often they are given."""
         if jobs.idle and self._open:
             time.sleep(IDLE_NAP_S)  # nothing else is to be done
-        if jobs is self._last:
-            return
-        self._last = jobs
-        for prompt in jobs.prompts:
-            self._tier.asked(prompt)
-        for job in jobs.file_stores:
-            self._store(job)
-        for job in jobs.file_loads:
-            self._open[job.number] = job, set()
-            self._tier.load(job.number, [*zip(job.keys, map(self._pieces, job.slots), strict=True)])
+        if jobs is not self._last:
+            self._last = jobs
+            for prompt in jobs.prompts:
+                self._tier.asked(prompt)
+            for job in jobs.file_stores:
+                self._store(job)
+            for job in jobs.file_loads:
+                self._open[job.number] = job, set()
+                self._waiting.append(job)
+        if self._waiting:
+            self._begin_loads()
+
+    def _begin_loads(self, anyway: bool = False) -> None:
+        """Begin the loads whose slots no save is being written to. ``anyway``: all, as their memory is not used any
+        more."""
+        waiting, self._waiting = self._waiting, []
+        busy = set() if anyway else self._copier.slots_being_saved()
+        for job in waiting:
+            if busy.isdisjoint(job.slots):
+                self._tier.load(job.number, [*zip(job.keys, map(self._pieces, job.slots), strict=True)])
+            else:
+                self._waiting.append(job)
 
     def _store(self, job: FileJob) -> None:
         first = job.chain.index(job.keys[0])

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 
 from kvpolicy.caching import CachingPolicy
 from kvpolicy.caching.base import Chain, Key
-from kvpolicy.simulator.base import PromptCache
+from kvpolicy.simulator.base import LowerTiers
 
 
 class FileTier:
@@ -20,7 +20,7 @@ class FileTier:
     ``policy``: chooses what is in the files, for ``cache.file_blocks`` blocks.
     """
 
-    def __init__(self, cache: PromptCache, block_bytes: int, policy: CachingPolicy) -> None:
+    def __init__(self, cache: LowerTiers, block_bytes: int, policy: CachingPolicy) -> None:
         self.now_s = 0.0
         """Set by the owner, before it calls anything else."""
         self.left_out = 0

@@ -8,15 +8,15 @@ import pytest
 
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.prefix_hits import PrefixHits
-from kvpolicy.simulator import PromptCache
+from kvpolicy.simulator import LowerTiers
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
 from tests.simulator.builtin.test_lower_tiers import BYTES, SERVER, run, talks
 
-CACHE = PromptCache("lru", file_blocks=8, file_bytes_per_s=1e6, file_latency_s=0.001, file_queue_blocks=3)
+CACHE = LowerTiers("lru", file_blocks=8, file_bytes_per_s=1e6, file_latency_s=0.001, file_queue_blocks=3)
 """A block takes 2 ms to write, and 1 ms after another one to read."""
 
 
-def tier(cache: PromptCache = CACHE) -> FileTier:
+def tier(cache: LowerTiers = CACHE) -> FileTier:
     return FileTier(cache, BYTES, Lru(cache.file_blocks))
 
 

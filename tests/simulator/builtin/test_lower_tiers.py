@@ -10,14 +10,14 @@ from kvpolicy import policy
 from kvpolicy.caching import Foreseen
 from kvpolicy.fields import WrongValue
 from kvpolicy.prefix_hits import PrefixHits
-from kvpolicy.simulator import Link, MemorySink, PromptCache, Run, Server
+from kvpolicy.simulator import Link, LowerTiers, MemorySink, Run, Server
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.builtin.blocks import shared_keys
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.workload import Request, Workload
 
 BLOCK, BYTES = 16, 1000
-SERVER = Server(BLOCK, BYTES, 10, 40, cache=PromptCache("lru"))
+SERVER = Server(BLOCK, BYTES, 10, 40, cache=LowerTiers("lru"))
 """The device holds one and a half of the prompts of :func:`talks`, host memory all."""
 TIMES = ConstantTimes(0.001, (1e-4, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1e6)
 """A token takes 0.1 ms, a block's copy 1 ms."""
@@ -66,7 +66,7 @@ def test_a_policy_that_always_recomputes_finds_prompts_and_computes_them() -> No
 def test_without_a_cache_nothing_is_in_host_memory() -> None:
     summary = run(talks(1, 2, 3, 1), replace(SERVER, cache=None)).summary
     assert summary.prefix_hits == PrefixHits(4 * 96) and summary.moved_bytes == 0
-    off = run(talks(1, 2, 3, 1), replace(SERVER, cache=PromptCache("off"))).summary
+    off = run(talks(1, 2, 3, 1), replace(SERVER, cache=LowerTiers("off"))).summary
     assert replace(off, simulator_wall_s=0.0) == replace(summary, simulator_wall_s=0.0)
 
 
@@ -95,7 +95,7 @@ def test_leaps_change_nothing_and_no_slot_is_lost(asynchronous: bool, overlapped
     )
     server = replace(
         SERVER, device_blocks=30, host_blocks=25, asynchronous=asynchronous, link=Link(overlapped=overlapped),
-        cache=PromptCache("cost", file_blocks=20),
+        cache=LowerTiers("cost", file_blocks=20),
     )  # fmt: skip
     work = Workload("mixed", requests, 0)
     fast, slow = (run(work, server, simulator=Builtin(leap=leap)) for leap in (True, False))

@@ -271,6 +271,10 @@ class Copier(ABC):
         """Whether the host slot holds a whole block, so that it may be read."""
         return slot in self._saved_s
 
+    def slots_being_saved(self) -> set[int]:
+        """Host slots that saves may still be written to."""
+        return {slot for saving in self._saving for slot in saving.job.slots}
+
     def filled(self, slots: Iterable[int]) -> None:
         """These host slots hold whole blocks that come from elsewhere than the device, and can be loaded."""
         self._saved_s.update(dict.fromkeys(slots, self._clock()))

@@ -1,0 +1,94 @@
+"""Drawn schedules with a cache of prompts, files below it and hints: in orders of service, over two ranks, with resets,
+aborts, forced preemptions, and copies and files that fail, are lost or come late.
+
+vLLM's scheduler alone drives the worker: every position that a step reads is compared with what has to be there.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvpolicy_vllm.plugin.file_index import FileIndex
+from tests.vllm import fuzz, harness
+from tests.vllm.models import write_llama
+from tests.vllm.setups import Setup
+from tests.vllm.symbolic_files import SymbolicFiles
+from tests.vllm.test_soak import CACHED
+
+pytestmark = pytest.mark.scheduler
+
+HINTS: tuple[dict[str, Any], ...] = (
+    {}, {}, {"keep_s": 100, "session": "a"}, {"keep_s": 1, "session": "b"}, {"session": "a", "ended": True},
+    {"once": True}, {"once": True, "pin": 40}, {"pin": True},
+)  # fmt: skip
+FEW, MANY = range(3), range(3, 60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model"))
+
+
+def setup_of(seed: int, **fixed: Any) -> Setup:
+    rng = random.Random(f"files {seed}")
+    drawn: dict[str, Any] = {
+        "cache": rng.choice(["lru", "arc", "s3fifo", "cost"]), "host_gib": rng.choice([0.001, 0.002, 0.005]),
+        "ranks": rng.choice([1, 1, 2]), "resets": rng.choice(["none", "weights", "cache"]),
+        "harried": rng.random() < 0.5, "copies_fail": rng.random() < 0.5, "asynchronous": rng.random() < 0.5,
+        "order": rng.choice(["fcfs", "urgent", "mlfq:base=4", "reserve:.2"]),
+        "policy": rng.choice(["always-swap", "always-swap", "threshold:64"]), "adapters": 0, "pictures": 0,
+    }  # fmt: skip
+    return Setup.draw(seed, **CACHED | drawn | fixed)
+
+
+def served(setup: Setup, model: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[list[str], fuzz.Schedule]:
+    """What was wrong, and the schedule, at whose end no file is being read or written."""
+    plugin = harness.plugin
+    patch.setenv("PYTHONHASHSEED", "0")
+    patch.setattr(fuzz, "SymbolicWorker", SymbolicFiles)
+    patch.setattr(harness, "plugin", lambda policy, **more: plugin(policy, **more, cache_files=str(folder)))
+    made = fuzz.Schedule(setup, model)
+    controller, rng = made.scheduler.kvpolicy, random.Random(f"hints {setup.seed}")
+    files = controller.prompts.files
+    files._clock = lambda: made.steps * fuzz.STEP_S
+    for request in made.requests:
+        request.kv_transfer_params = {"kvpolicy": rng.choice(HINTS)}
+    made.run()
+    for _ in range(100):
+        output = made.scheduler.schedule()
+        made.scheduler.update_from_output(output, made._execute(output, {}))
+    problems = [*made.problems()]
+    left = {"slots": files._held, "jobs": files._under, "stores": files._storing, "loads": files._coming}
+    problems += [f"{what} of files left: {value}" for what, value in left.items() if value]
+    counted = {name: harness.total(controller.stats(), name) for name in ("hints_failed", "cache_undecided")}
+    return problems + [f"counted {name}" for name, count in counted.items() if count], made
+
+
+@pytest.mark.parametrize("seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)])
+def test_nothing_wrong_is_found_and_nothing_stays(
+    seed: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems, made = served(setup_of(seed), model, tmp_path, monkeypatch)
+    assert problems == []
+    assert sum(worker.stored for worker in made.workers) > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_come_from_files(ranks: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sure: dict[str, Any] = {"resets": "none", "policy": "always-swap", "copies_fail": False, "harried": False}
+    setup = setup_of(3, host_gib=0.005, cache="lru", ranks=ranks, requests=60, **sure)
+    problems, made = served(setup, model, tmp_path, monkeypatch)
+    assert problems == [] and all(worker.brought > 5 for worker in made.workers)
+
+
+def test_a_file_from_before_a_reset_is_seen(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileIndex, "forget", lambda index: None)
+    setup = setup_of(1, host_gib=0.002, resets="weights", policy="always-swap", copies_fail=False)
+    problems, _ = served(setup, model, tmp_path, monkeypatch)
+    assert any("read a wrong position" in problem for problem in problems)
