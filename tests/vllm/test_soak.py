@@ -81,6 +81,7 @@ def test_blocks_that_no_step_has_computed_are_not_found(tmp_path: Path) -> None:
         spare_blocks=2, ranks=1, policy="random:0.7", host_gib=0.001, requests=60, max_prompt_tokens=100,
         max_output_tokens=200, stops=False, adapters=0, grammars=False, copies_fail=True, max_late_steps=4,
         harried=True, resets="none", pauses=True, reserves_whole=False, long_prefill=40, throttled=False, pictures=0,
+        cache="off",
     )  # fmt: skip
     made = fuzz.Schedule(setup, write_llama(tmp_path))
     withdrawn: list[set[int]] = []
