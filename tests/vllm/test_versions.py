@@ -94,15 +94,6 @@ def test_an_older_one_stays_refused(monkeypatch: pytest.MonkeyPatch, called: str
         assert "allow_untested_version" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("beside", "warned"), [(["NixlConnector"], False), (["NixlConnector", "MyConnector"], True)])
-def test_connectors_that_were_not_tested_are_told(
-    caplog: pytest.LogCaptureFixture, beside: list[str], warned: bool
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        versions.warn_untested_connectors(beside)
-    assert ("MyConnector was not tested" in caplog.text) == warned
-
-
 CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
 
 
@@ -190,28 +181,3 @@ def test_the_setting_is_a_flag() -> None:
     assert Settings.read({"policy": "always-swap", "allow_untested_version": True}).allow_untested_version
     with pytest.raises(ValueError, match="allow_untested_version"):
         Settings.read({"policy": "always-swap", "allow_untested_version": "yes"})
-
-
-def taking(architecture: str, **multimodal: Any) -> Any:
-    """A configuration of a model that takes more than text."""
-    inputs = SimpleNamespace(**{"language_model_only": False} | multimodal)
-    return SimpleNamespace(model_config=SimpleNamespace(multimodal_config=inputs, architectures=[architecture]))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "words"),
-    [
-        ("LlavaForConditionalGeneration", ""),
-        ("Qwen2VLForConditionalGeneration", "Qwen2VLForConditionalGeneration was not tested with videos"),
-        ("Gemma3ForConditionalGeneration", "Gemma3ForConditionalGeneration was not tested; of the models that take"),
-    ],
-)
-def test_inputs_that_were_not_tested_are_told(caplog: pytest.LogCaptureFixture, architecture: str, words: str) -> None:
-    config = taking(architecture)
-    with caplog.at_level(logging.WARNING):
-        versions.warn_untested_inputs(config)
-    assert [record.getMessage().startswith(f"kvpolicy: {words}") for record in caplog.records] == [True] * bool(words)
-    config.model_config.multimodal_config.language_model_only = True
-    assert versions.untested_inputs(config) == "", "it takes text alone"
-    config.model_config.multimodal_config = None
-    assert versions.untested_inputs(config) == ""

@@ -23,7 +23,8 @@ from kvpolicy_vllm.plugin.connector import cores_here, host_slots, pools
 from kvpolicy_vllm.plugin.engine_config import device_name
 from kvpolicy_vllm.plugin.scheduler import refuse_order
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.versions import refuse_unsupported, untested_inputs
+from kvpolicy_vllm.plugin.tested_setups import untested_inputs
+from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -29,12 +29,12 @@ from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.rank_files import RankFiles
 from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.tested_setups import warn_untested_inputs
 from kvpolicy_vllm.plugin.versions import (
     engine_version,
     platform,
     refuse_unsupported,
     warn_untested,
-    warn_untested_inputs,
 )
 
 if TYPE_CHECKING:

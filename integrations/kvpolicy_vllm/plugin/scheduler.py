@@ -24,6 +24,7 @@ from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
 from kvpolicy_vllm.plugin.running_order import RunningOrder
+from kvpolicy_vllm.plugin.tested_setups import warn_untested_connectors, warn_untested_states
 from kvpolicy_vllm.plugin.versions import (
     UnsupportedEngine,
     connectors_beside,
@@ -32,8 +33,6 @@ from kvpolicy_vllm.plugin.versions import (
     overwrites_before_saves,
     refuse_connectors,
     refuse_offloading,
-    warn_untested_connectors,
-    warn_untested_states,
 )
 
 if TYPE_CHECKING:

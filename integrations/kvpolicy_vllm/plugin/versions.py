@@ -36,10 +36,6 @@ OLDEST_WITH_DEFERRED_FREES = (0, 30)
 """For blocks that come free a step late. Earlier versions preempt request after request for them."""
 SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
 """Specifications of KV cache groups, by vLLM's names."""
-TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector")
-"""Connectors that were tested beside kvpolicy's."""
-TESTED_MULTIMODAL = {"LlavaForConditionalGeneration": "", "Qwen2VLForConditionalGeneration": "videos"}
-"""Architectures that were tested with pictures, and what else they take, which was not."""
 SERVED_STATES = ("MAMBA2", "GDN_ATTN")
 SERVED_KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype``. Others have scales of their own beside the keys and values, or pack several into a
@@ -239,38 +235,6 @@ def connectors_beside(config: VllmConfig) -> list[str]:
     return [name for one in listed if (name := str(one.get("kv_connector"))) != CONNECTOR]
 
 
-def warn_untested_connectors(names: Iterable[str]) -> None:
-    """Log a warning where connectors serve beside kvpolicy's that were not tested there."""
-    untested = [name for name in names if name not in TESTED_BESIDE]
-    if untested:
-        logger.warning(
-            "kvpolicy: %s was not tested beside it; tested are %s", ", ".join(untested), ", ".join(TESTED_BESIDE)
-        )
-
-
-def untested_inputs(config: VllmConfig) -> str:
-    """What was not tested of a model that takes more than text; empty where all was."""
-    multimodal = config.model_config.multimodal_config
-    if multimodal is None or multimodal.language_model_only:
-        return ""
-    names = config.model_config.architectures
-    untested = [name for name in names if name not in TESTED_MULTIMODAL]
-    if untested:
-        return (
-            f"{', '.join(untested)} was not tested; of the models that take more than text, "
-            f"{' and '.join(TESTED_MULTIMODAL)} were, with pictures"
-        )
-    others = [f"{name} was not tested with {TESTED_MULTIMODAL[name]}" for name in names if TESTED_MULTIMODAL[name]]
-    return ", ".join(others)
-
-
-def warn_untested_inputs(config: VllmConfig) -> None:
-    """Log a warning where the model takes inputs that were not tested."""
-    untested = untested_inputs(config)
-    if untested:
-        logger.warning("kvpolicy: %s", untested)
-
-
 def refuse_offloading(config: VllmConfig) -> None:
     """Refuse KV offloading, for which some versions replace this connector; called before the connector is made."""
     if getattr(config.cache_config, "kv_offloading_size", None) is not None:
@@ -347,14 +311,6 @@ def overwrites_before_saves(config: VllmConfig, kv_cache: KVCacheConfig) -> bool
     """Whether a step clears new blocks, or copies states into them, before a connector can save what was there."""
     clears = getattr(kv_cache, "needs_kv_cache_zeroing", False)  # not in all versions, nor is the model runner v2
     return bool(clears and getattr(config, "use_v2_model_runner", False))
-
-
-def warn_untested_states() -> None:
-    """Log that blocks are held until they are saved."""
-    logger.warning(
-        "kvpolicy: states on vLLM's model runner v2 were never tested on a GPU; the blocks of a preempted request are "
-        "held until they are saved, for a step or more, in which nobody can have them"
-    )
 
 
 def _refuse_speculation(config: VllmConfig) -> None:
