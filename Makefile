@@ -1,8 +1,12 @@
-# make demo       the main job on a real engine, in an environment made for it
+# make demo       what preemptions cost here, and two loads served by unmodified vLLM and with the plugin, on a real
+#                 engine in an environment made for it: minutes, a table, and a page in OUT (docs/demo.md)
 # make characterize  the overflow study, quick: over the native link, then behind a simulated one; a report of each
-# make test       the environment if need be, then what every change has to pass: within half an hour on two cores
+# make test       the environment if need be, then what every change has to pass: forty minutes on two cores
 # make test-all   every test, with every version of vLLM that is claimed, and `make soak`: hours. Taken up again, it
 #                 leaves out what has passed on the same code
+# make docs       the site of the documents, in out/site, and the snippets of reading a trace; an environment of its own
+# make dist       wheel and sdist in dist/, checked as a package index does
+# make help       these lines
 # make lint       ruff and mypy: lint, format and types
 # make check      that, and the tests that start no engine
 # make fuzz       the properties, held against twenty times as many examples, new ones at every run
@@ -42,15 +46,15 @@ GPU_FLAGS ?=
 # All passed before, or flags chose none: pytest says 5 then.
 RESUMED = -p tests.resume --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
 
-.PHONY: demo characterize lint check fuzz soak sources test-version test-build test-sources features environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: help docs dist demo characterize lint check fuzz soak sources test-version test-build test-sources features environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .PHONY: test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
 	.venv/bin/kvpolicy demo --out $(OUT)
 
-# Interrupted, it goes on where it was: each study is taken up in its own folder. The simulated link is one that
-# `make demo` derived.
+# Interrupted, it goes on where it was: each study is taken up in its own folder. Over the simulated link a copy takes
+# about as long as what a swap saves.
 characterize: .venv/.made
 	.venv/bin/kvpolicy characterize --quick --out $(STUDY)/native
 	.venv/bin/kvpolicy report $(STUDY)/native --out $(STUDY)/native.html --figures $(STUDY)/native-figures \
@@ -125,11 +129,30 @@ gpu-check gpu-swap gpu-profile gpu-overload: gpu-%:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/integrations$${PYTHONPATH:+:$$PYTHONPATH}" \
 	$(GPU_PYTHON) -m benchmarks.gpu.$* $(GPU_FLAGS)
 
+# The first lines of this file.
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+# Read by griffe, not imported: the site needs no engine. Snippets with libraries that only readers of a trace use run here.
+docs: .venv-docs/.made
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	.venv-docs/bin/python -m tests.snippets docs/read-a-trace.md
+
+dist: .venv-docs/.made
+	rm -rf dist
+	.venv-docs/bin/python -m build --outdir dist
+	.venv-docs/bin/twine check --strict dist/*
+
 environment: .venv/.made
 
 # The stamp is written last: an environment that was interrupted has none and is taken up again.
 .venv/.made: pyproject.toml tools/environment.py
 	$(PYTHON) tools/environment.py .venv
+	touch $@
+
+.venv-docs/.made: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	touch $@
 
 .venv-%/.made: pyproject.toml tools/environment.py

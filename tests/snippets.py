@@ -1,8 +1,11 @@
-"""The Python of the documents for contributors, run, so that contract tests hold it to what the documents promise."""
+"""The Python and the commands that documents show, so that tests can hold the code to them."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +28,42 @@ def shown(name: str, document: str = "CONTRIBUTING.md") -> Any:
     """The class of that name that a document shows."""
     (found,) = (names for snippet in snippets(document) if name in (names := names_of(snippet)))
     return found[name]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command that a document shows."""
+
+    words: tuple[str, ...]
+    """Without what stands in brackets, and without what a shell does with its output."""
+    flags: frozenset[str]
+    """All of its flags, those in brackets as well."""
+    whole: bool
+    """It has no dots for what a reader has to add."""
+
+
+PROGRAMS = "kvpolicy|make|pip|python"
+
+
+def commands(name: str) -> list[Shown]:
+    """The commands in a document's blocks that have no language; a block's continued lines are joined."""
+    blocks = re.findall(r"^ *```(?:sh)?\n(.*?)^ *```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in re.sub(r"\\\n", " ", block).splitlines()]
+    found = [re.match(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:{PROGRAMS}) .*)", line) for line in lines]
+    return [_shown(match[1]) for match in found if match]
+
+
+def _shown(line: str) -> Shown:
+    line = re.sub(r"\s(>|\||#|&&)\s.*", "", line)
+    flags = re.findall(r"(?<=[\s\[])--[a-z][\w-]+", line)
+    short, dots = line, " ..." in line
+    while (shorter := re.sub(r"\s?\[[^\[\]]*\]", "", short)) != short:
+        short = shorter
+    words = [word.removesuffix("...") for word in shlex.split(short)]
+    return Shown(tuple(word for word in words if word), frozenset(flags), not dots)
+
+
+if __name__ == "__main__":
+    for page in sys.argv[1:]:
+        for snippet in snippets(page):
+            names_of(snippet)

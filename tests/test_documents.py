@@ -1,18 +1,23 @@
-"""What the documents for contributors show runs, and what they name exists."""
+"""What the documents show runs, and what they name exists."""
 
 from __future__ import annotations
 
 import re
 import sys
 from dataclasses import fields
+from importlib.metadata import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
+import kvpolicy
 from kvpolicy import Family, Policy, Request, integrations, load_policy, open_workload
+from kvpolicy.cli import app, main
 from kvpolicy.latency import ClassSummary
 from kvpolicy.policy import probabilities_of
 from kvpolicy.policy.cheapest import Cheapest
@@ -22,22 +27,131 @@ from kvpolicy.workload import Format
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.plugin.settings import SCHEDULER, Settings
 from tests.policy.ten_line_policy import Longer
-from tests.snippets import names_of, shown, snippets
+from tests.snippets import Shown, commands, names_of, shown, snippets
 from tests.synthetic import options_for, situation
+from tests.test_environment import tool
 from tests.test_imports import LAYERS
+from tests.test_public_names import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md")
-WITH_SNIPPETS = ("CONTRIBUTING.md", "docs/own-policies.md", "docs/workloads.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
+WITH_SNIPPETS = [page for page in PAGES if snippets(page)]
 MAX_COLUMNS = 120
 
 
 @pytest.mark.parametrize("document", WITH_SNIPPETS)
-def test_snippets_run(document: str) -> None:
-    assert snippets(document)
-    for snippet in snippets(document):
-        names_of(snippet)
+def test_snippets_run(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a library that a snippet needs is not installed, that snippet is left out."""
+    monkeypatch.chdir(tmp_path)
+    left_out = [name for snippet in snippets(document) if (name := _missing(snippet)) or names_of(snippet) is None]
+    if left_out:
+        pytest.skip(f"not installed: {', '.join(left_out)}")
+
+
+def _missing(snippet: str) -> str:
+    """The first library of :data:`OPTIONAL` that a snippet imports and that is not installed."""
+    needed = re.findall(r"^import (\w+)", snippet, re.MULTILINE)
+    return next((name for name in needed if name in OPTIONAL and find_spec(name) is None), "")
+
+
+OPTIONAL = {"duckdb", "pandas", "polars"}
+"""What readers of a trace may use, and nothing here does; `make docs` runs their snippets."""
+
+
+def test_the_readme_is_short_and_begins_with_a_gain_and_where_there_is_none() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("|")]
+    assert "end-to-end time 0." in rows[2] and "1.00: nothing" in rows[3]
+
+
+def test_the_picture_is_that_of_the_figures() -> None:
+    drawn = tool("gain_picture")
+    assert drawn.PICTURE.read_text() == drawn.picture(drawn.PAGE.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    links = [link.partition("#") for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)]
+    paths = [(ROOT / page).parent / file if file else ROOT / page for file, _, _ in links]
+    assert [str(path) for path in paths if not path.exists()] == []
+    anchors = [(path, anchor) for path, (_, _, anchor) in zip(paths, links, strict=True) if anchor]
+    assert [f"{path}#{anchor}" for path, anchor in anchors if anchor not in _anchors(path)] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_has_a_place_on_the_site() -> None:
+    """mkdocs says so, too, but only `make docs` asks it."""
+    placed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    beside = {"index.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples.md"}
+    assert placed - beside == {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^::: (.*)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+    assert set(map(resolve_name, listed)) == {getattr(kvpolicy, name) for name in NAMES}
+    assert len(listed) == len(set(listed)), "each once"
+
+
+SHOWN = [(page, shown) for page in PAGES if page != "CHANGELOG.md" for shown in commands(page)]
+OURS = [(page, shown) for page, shown in SHOWN if shown.words[0] == "kvpolicy" and len(shown.words) > 1]
+
+
+def test_documents_show_commands() -> None:
+    assert len(OURS) > 30 and {page for page, _ in OURS} >= {"README.md", "docs/serving.md", "docs/train.md"}
+
+
+@pytest.mark.parametrize(("page", "shown"), OURS, ids=[f"{page} {' '.join(shown.words)}" for page, shown in OURS])
+def test_a_command_that_is_shown_is_taken(page: str, shown: Shown) -> None:
+    command, words = typer.main.get_command(app), list(shown.words[1:])
+    while hasattr(command, "commands") and not words[0].startswith("-"):
+        command = command.commands[words.pop(0)]
+    known = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    takes_more = command.context_settings.get("ignore_unknown_options", False)
+    assert takes_more or shown.flags <= known
+    if shown.whole:
+        command.make_context(command.name, words)
+
+
+HERE = [words for _, words in OURS if any("cpu-llama" in word for word in words.words)]
+
+
+@pytest.mark.parametrize("shown", HERE, ids=[" ".join(shown.words) for shown in HERE])
+def test_a_command_on_what_ships_runs(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
+    if shown.words[1] == "serve" and find_spec("vllm") is None:
+        pytest.skip("needs vLLM")
+    with pytest.raises(SystemExit) as stopped:
+        main(list(shown.words[1:]))
+    assert not stopped.value.code and capsys.readouterr().out
+
+
+OTHERS = [(page, shown) for page, shown in SHOWN if shown.words[0] != "kvpolicy"]
+
+
+@pytest.mark.parametrize(("page", "shown"), OTHERS, ids=[f"{page} {' '.join(shown.words)}" for page, shown in OTHERS])
+def test_targets_scripts_and_extras_that_are_shown_exist(page: str, shown: Shown) -> None:
+    program, *rest = shown.words
+    if program == "make":
+        targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        named = {word for word in rest if "=" not in word and not word.startswith(".")}
+        assert named <= {name for line in targets for name in line.split()}
+    elif program == "pip":
+        extras = {name for word in rest for name in re.findall(r"kvpolicy\[(\w+)\]", word)}
+        assert extras <= set(metadata("kvpolicy").get_all("Provides-Extra") or ())
+    elif rest[0].endswith(".py"):
+        folder = (ROOT / rest[0]).parent
+        assert (ROOT / rest[0]).is_file()
+        sources = "".join(path.read_text() for path in folder.rglob("*.py"))
+        assert [
+            flag for flag in shown.flags if f'"{flag}"' not in sources and f'"--no-{flag[2:]}"' not in sources
+        ] == []
 
 
 def test_the_policy_decides_as_it_says() -> None:

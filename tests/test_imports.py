@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
-    ("fields", "stats", "stored_values"),
+    ("fields", "shelf", "stats", "stored_values"),
     ("events", "overflow", "prefix_hits", "shape", "regression", "extensions", "code_digest", "request_marks"),
     ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "client", "trace"),
@@ -29,23 +29,25 @@ LAYERS = (
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
 _DECIDE = {
-    "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
-    "cost", "policy", "settings", "caching", "host_store", "load_growth", "order", "request_marks", "survival",
-    "tiers",
+    "errors", "arrays", "events", "extensions", "features", "fields", "shape", "shelf", "hardware", "trace",
+    "attribution", "cost", "policy", "settings", "caching", "host_store", "load_growth", "order", "request_marks",
+    "survival", "tiers",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},
     "connector": set(),
     "offloading": {"caching"},
     "file_offloading": {"errors", "caching", "fields", "settings", "tiers"},
-    "launch": {"errors", "fields", "policy", "integrations", "settings"},
+    "config_file": {"errors"},
+    "launch": {"errors", "integrations"},
     "integration": {"errors", "integrations", "settings", "simulator"},
     "check": {"errors", "hardware", "settings"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"latency", "workload", "simulator"},
     "bench": _DECIDE | {"client", "datasets", "latency", "overflow", "stats", "workload", "simulator"},
-    # The whole loop in order: it profiles, and then trains and evaluates as a user would.
-    "bench.run_demo": _DECIDE | {"datasets", "latency", "stats", "workload", "simulator", "training", "evaluation"},
+    # The whole loop in order: it profiles, and then trains and evaluates as a user would, and fills the report that it
+    # shares with the demo without an engine.
+    "bench.run_demo": _DECIDE | {"datasets", "headroom", "stats", "workload", "training", "evaluation", "study"},
     # The learned policy it serves with is trained on the way.
     "bench.run_characterize": _DECIDE
     | {"datasets", "overflow", "workload", "simulator", "training", "evaluation", "headroom"},
@@ -55,7 +57,8 @@ INTEGRATION = {
 INTEGRATION_INSIDE = {
     "": {"plugin"},
     "connector": {"plugin"},
-    "launch": {"plugin"},
+    "config_file": {"plugin"},
+    "launch": {"config_file", "plugin"},
     "integration": {"launch", "bench", "check", "simulator"},
     "check": {"launch", "plugin", "bench"},
     "offloading": set(),

@@ -23,6 +23,7 @@ CROSS_CUTTING = {"vllm", "golden"}
 
 ELSEWHERE = {
     "kvpolicy.cli.bench": ["bench/test_run_bench.py"],
+    "kvpolicy.cli.catalog": ["test_cli.py"],
     "kvpolicy.cli.flags": ["test_cli.py"],
     "kvpolicy.cli.measure": ["test_cli.py"],
     "kvpolicy.cli.study": ["study/test_commands.py"],
@@ -40,6 +41,7 @@ ELSEWHERE = {
     "kvpolicy_vllm.bench.analytics_load": ["bench/test_run_bench.py"],
     "kvpolicy_vllm.bench.load_kinds": ["bench/test_run_bench.py"],
     "kvpolicy_vllm.bench.load_report": ["bench/test_run_bench.py"],
+    "kvpolicy_vllm.bench.rate_kind": ["bench/test_rate_load.py"],
     "kvpolicy_vllm.bench.engine_run": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.inspect_model": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.measured_window": ["vllm/test_run_profile.py"],

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kvpolicy
+from tests.test_environment import tool
 from tools import environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +86,52 @@ def test_the_base_install_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = {line.split("<")[0].split(">")[0] for line in done.stdout.splitlines()}
     assert names == {"lightgbm", "numba", "numpy", "pyarrow", "pyyaml", "rich", "scikit-learn", "scipy", "typer"}
+
+
+def metadata_of(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(archive.read(name))
+
+
+def test_an_index_page_has_authors_and_no_link_that_leads_nowhere(wheel: Path) -> None:
+    metadata = metadata_of(wheel)
+    assert metadata["Author"] == "kvpolicy developers" and metadata["Description-Content-Type"] == "text/markdown"
+    page = metadata.get_payload()
+    assert isinstance(page, str) and page.startswith("# kvpolicy\n")
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", page) if not link.startswith(("https://", "#"))] == []
+
+
+def test_with_a_repository_links_are_absolute() -> None:
+    page = tool("index_page")
+    text = "[tutorial](docs/tutorial.md#a) ![gain](docs/gain.svg) [there](https://example.org)"
+    assert page.shown(text, "https://host/project") == (
+        "[tutorial](https://host/project/blob/main/docs/tutorial.md#a) "
+        "![gain](https://host/project/raw/main/docs/gain.svg) [there](https://example.org)"
+    )
+    assert page.shown(text, "") == "tutorial  [there](https://example.org)"
+    assert page.urls("https://host/project")["Source"] == "https://host/project" and page.urls("") == {}
+
+
+def test_the_citation_is_of_this_version_and_place() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert citation["version"] == kvpolicy.__version__ and citation["license"] == build["project"]["license"]
+    assert citation["authors"] == build["project"]["authors"]
+    repository = build["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    assert citation.get("repository-code", "") == repository
+
+
+def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run([*build, "--sdist", str(ROOT)], check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("kvpolicy-*.tar.gz"))) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert not (unpacked / ".ci").exists() and (unpacked / "tests").is_dir()
+    subprocess.run([*build, "--wheel", str(unpacked)], check=True, capture_output=True)
+    built = next(tmp_path.glob("kvpolicy-*.whl"))
+    assert sorted(zipfile.ZipFile(built).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
 def test_its_command_runs_away_from_the_checkout(installed: Path) -> None:

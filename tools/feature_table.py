@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ ANY = "any"
 """Version of a test that needs no vLLM."""
 WORDS = {"engine": "yes", "scheduler": "scheduler", "refused": "refused"}
 """What a cell says, by how the test that passed shows it, the strongest first."""
+NAMED = re.compile(r'mark\.feature\(\s*"([^"]+)"|\bFamily\(\s*\w+,\s*"([^"]+)"|"([^",]+)[^"]*": Feature\(')
+"""A feature in a test's mark, of a family of models, or of an engine of ``tests/vllm/features.py``."""
 NOT_TESTED = {
     "a GPU": "every test in this table runs on a CPU; `make gpu-check` is separate, see [gpu.md](gpu.md)",
     "model runner v2": "needs Triton, which vLLM's CPU build lacks; models with states are refused on it unless "
@@ -45,8 +48,6 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
     arguments = parser.parse_args()
     rows = json.loads(RECORD.read_text())
-    for name in sorted(marked_features() - {row["feature"] for row in rows}):
-        print(f"{RECORD.name} has no row of {name!r}: run its tests with -p tests.feature_record", file=sys.stderr)
     wanted = with_table(PAGE.read_text(), rows)
     if arguments.check:
         return int(PAGE.read_text() != wanted)
@@ -54,10 +55,13 @@ def main() -> int:
     return 0
 
 
-def marked_features() -> set[str]:
-    """Features that tests name in a literal."""
-    texts = [path.read_text() for path in TESTS.rglob("vllm/test_*.py")]
-    return {name for text in texts for name in re.findall(r"mark\.feature\(\s*\"([^\"]+)\"", text)}
+def marked_features() -> dict[str, set[str]]:
+    """Files that name each feature in a literal: tests, and the models and engines that tests take their marks from."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in TESTS.glob("vllm/*.py"):
+        for name in NAMED.findall(path.read_text()):
+            found["".join(name)].add(path.relative_to(TESTS).as_posix())
+    return found
 
 
 def with_table(page: str, rows: list[dict[str, Any]]) -> str:
@@ -68,13 +72,18 @@ def with_table(page: str, rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of the table, a feature a line, then of what is not tested."""
+    """Lines of the table, a feature a line, then of what was never recorded, and of what is not tested."""
     lines = ["| feature | " + " | ".join(VERSIONS) + " | tests |", "| -- |" + " -- |" * (len(VERSIONS) + 1)]
     for feature in sorted({row["feature"] for row in rows}, key=str.lower):
         own = [row for row in rows if row["feature"] == feature]
         cells = [cell(row for row in own if row["version"] in (version, ANY)) for version in VERSIONS]
         files = sorted({row["test"].split("::")[0].removeprefix("tests/") for row in own})
         lines.append(f"| {feature} | {' | '.join(cells)} | {', '.join(f'`{name}`' for name in files)} |")
+    recorded = {row["feature"] for row in rows}
+    unrecorded = {name: files for name, files in marked_features().items() if name not in recorded}
+    lines += ["", "| marked in tests, and not recorded on any version yet | named in |", "| -- | -- |"]
+    for feature in sorted(unrecorded, key=str.lower):
+        lines.append(f"| {feature} | {', '.join(f'`{name}`' for name in sorted(unrecorded[feature]))} |")
     lines += ["", "| not tested | why |", "| -- | -- |"]
     return lines + [f"| {name} | {why} |" for name, why in NOT_TESTED.items()]
 
