@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from kvpolicy import overflow
 from kvpolicy.errors import EngineFailed, KVPolicyError
 from kvpolicy.fields import AMOUNT, refuse_no_path, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.order import load_order
 from kvpolicy.policy import Policy
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, Measurement, ServerSettings, refuse_no_flags
+from kvpolicy.settings import DEMO_ORDER, BenchTarget, Load, Measurement, ServerSettings, refuse_no_flags
 
 if TYPE_CHECKING:  # not to load a simulator where flags are written
     from kvpolicy.simulator.base import Simulator
@@ -75,6 +75,11 @@ class Launcher(Protocol):
         """The same flags as a configuration file."""
         ...
 
+    def config_into(self, file: Path, extra: Mapping[str, Any]) -> str:
+        """Merge the same flags into a configuration file; return the difference. Raises InputError for what contradicts
+        them."""
+        ...
+
     def shell_line(self, command: Sequence[str]) -> str: ...
 
 
@@ -94,11 +99,11 @@ class Integration(Protocol):
 
     def profile(self, out: Path, how: Measurement) -> Report: ...
 
-    def demo(self, out: Path, quick: bool, seed: int, order: str = "fcfs") -> Report: ...
+    def demo(self, out: Path, quick: bool, seed: int, order: str = DEMO_ORDER) -> Report: ...
 
     def characterize(self, out: Path, figures: Sequence[str], how: Measurement) -> Report: ...
 
-    def bench(self, out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> Report: ...
+    def bench(self, out: Path, load: Load, at: BenchTarget) -> Report: ...
 
 
 def integration(name: str = DEFAULT) -> Integration:
@@ -214,11 +219,12 @@ def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
     return engine().profile(Path(out), how)
 
 
-def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0, order: str = "fcfs") -> Report:
-    """Run the whole loop and an overload with four arms on a small model; writes ``out/demo.json``.
+def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0, order: str = DEMO_ORDER) -> Report:
+    """Measure on a small model what preemptions cost here, and serve two loads by the unmodified engine and with the
+    plugin, in alternating rounds; writes ``out/demo.json``.
 
-    ``order``: the name of the order of service of the arms that have the plugin. Raises WrongValue for a wrong
-    argument, :class:`EngineMissing` without an engine.
+    ``order``: the name of the order of service that requests of one class are served by last. An unfinished demo in
+    ``out`` is resumed. Raises WrongValue for a wrong argument, :class:`EngineMissing` without an engine.
     """
     refuse_no_path("out", out)
     refuse_non_integer("seed", seed, AMOUNT)
@@ -239,7 +245,7 @@ def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measur
     return engine().characterize(Path(out), overflow.named(figures), how)
 
 
-def bench(out: Path | str, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> Report:
+def bench(out: Path | str, load: Load, at: BenchTarget) -> Report:
     """Put a load on live OpenAI servers over HTTP, arm by arm in alternation, and write ``out/bench.json``.
 
     An unfinished bench in ``out`` is resumed. Raises WrongValue for a wrong argument, InputError where ``out`` has a
@@ -247,7 +253,7 @@ def bench(out: Path | str, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> R
     :class:`EngineMissing` where one is to be started and there is no engine.
     """
     refuse_no_path("out", out)
-    refuse_other("load", load, (ChatLoad, AnalyticsLoad), "a ChatLoad or an AnalyticsLoad")
+    refuse_other("load", load, get_args(Load), "a ChatLoad, an AnalyticsLoad or a RateLoad")
     refuse_other("at", at, BenchTarget, "a BenchTarget")
     found = integration() if at.is_url else engine()
     return found.bench(Path(out), load, at)

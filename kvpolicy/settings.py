@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpolicy.caching import KINDS
 from kvpolicy.caching import spec as caching
 from kvpolicy.extensions import FORM, PREFIX, names_module
 from kvpolicy.fields import (
@@ -16,23 +17,28 @@ from kvpolicy.fields import (
     POSITIVE,
     Rule,
     WrongValue,
+    one_of,
     option,
     refuse_other,
     refuse_single,
     validate,
 )
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.latency import SLO_FORM, Slo
 from kvpolicy.order import HELP as ORDERS
 from kvpolicy.order import spec as orders
 from kvpolicy.policy import HELP, Policy
 from kvpolicy.request_marks import HELP as CLASSES
 from kvpolicy.request_marks import HINT_HELP, Classes, HintLimits
+from kvpolicy.workload import WorkloadError, arrivals_at
 
 LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]. Default: the native link."
 SEED = "Seed of all random draws."
+DEMO_ORDER = "mlfq:base=32"
+"""The order of service that a demo shows, where no other is asked for."""
 GIB = 1 << 30
 DEFAULT_HOST_GIB = 4.0
-"""Host memory for evicted KV, of a server and of a simulated one."""
+"""Host memory for evicted KV, of a simulated server, and of one whose machines or ranks may not see the same memory."""
 DEFAULT_CACHE_FILES_GIB = 100.0
 
 
@@ -41,9 +47,17 @@ class ServerSettings:
     """One field per flag and key. The command line, the checks and the plugin all derive from these fields."""
 
     policy: str = option(HELP)
-    shadow: bool = option("Decide and record, but execute vLLM's own recompute.", False)
-    host_gib: float = option(
-        "Total host memory for evicted KV over the ranks of one engine core, GiB.", DEFAULT_HOST_GIB, POSITIVE
+    shadow: bool = option(
+        "Decide and record, but execute vLLM's own recompute. --host-gib is then the memory that decisions assume, and "
+        "none is taken.",
+        False,
+    )
+    host_gib: float | None = option(
+        "Total host memory for evicted KV over the ranks of one engine core, GiB. Default: a quarter of the memory "
+        "available at the start, an eighth where the device is the CPU, shared evenly by the engine cores of this "
+        "machine, at most 64.",
+        None,
+        POSITIVE,
     )
     force_host_gib: bool = option("Let --host-gib take more than half of the available memory.", False)
     pin_memory: bool = option("Do not page-lock the host memory.", True)
@@ -72,6 +86,17 @@ class ServerSettings:
         "Total size of these files over the ranks of one engine core, GiB.", DEFAULT_CACHE_FILES_GIB, POSITIVE
     )
     hints: HintLimits | None = option(HINT_HELP, None)
+    cache_files_policy: str = option(
+        "Caching policy by which these files are given up: lru, lfu, arc, s3fifo, or cost at equal prices.",
+        "lru",
+        one_of(*KINDS),
+    )
+    control: Path | None = option(
+        "File, of mode 600, by which policy, order and shadow are switched while the server runs: POLICY, "
+        "order=ORDER and shadow=on joined by commas, or off. Without the file the flags hold.",
+        None,
+        Rule("a file, but is a folder", lambda path: not path.is_dir()),
+    )
 
     def __post_init__(self) -> None:
         _refuse_object(self.policy)
@@ -86,6 +111,10 @@ class ServerSettings:
         orders.load(self.order, self.allow_python_policies)
         if self.cache_files is not None and self.cache == caching.OFF:
             raise WrongValue("cache_files", "is given without a caching policy: give --cache, too, as --cache cost")
+        if self.shadow and self.cache != caching.OFF:
+            raise WrongValue(
+                "cache", "is given with --shadow, which keeps nothing in host memory: leave one of them out"
+            )
         caching.load(self.cache, 1, allow_python=self.allow_python_policies)
 
 
@@ -131,11 +160,14 @@ class Measurement:
         object.__setattr__(self, "vllm_flags", tuple(self.vllm_flags))
 
 
+EACH_COUNT = Rule("1 or more each", lambda values: all(one >= 1 for one in values))
+RATES = Rule("above 0 each", lambda values: all(0 < one < float("inf") for one in values))
 COUNTS = Rule("at least one, each 1 or more", lambda values: bool(values) and min(values) >= 1)
 SHARES = Rule(
     "at least one share, each from 0 to 1", lambda values: bool(values) and all(0 <= one <= 1 for one in values)
 )
 TURNS = Rule("a number, 1 or more", lambda value: 1 <= value < float("inf"))
+FACTOR = Rule("a number above 1", lambda value: 1 < value < float("inf"))
 ROUNDS = "Rounds. In each, every arm serves every setting once, in an order drawn anew."
 
 
@@ -189,6 +221,78 @@ class AnalyticsLoad:
         validate(self)
 
 
+RECORDED = "recorded"
+AT_A_RATE = ("poisson", "even", "gamma", "weibull", "bursts", "groups")
+"""Arrivals that have a rate."""
+"""Arrivals as the workload has them, faster or slower."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateLoad:
+    """Requests that arrive at a rate, or that so many clients send one after the other."""
+
+    workload: str | None = option(
+        "Requests, as `kvpolicy simulate --workload` names them; A + B joins several, with classes and priorities. "
+        "Default: drawn with the lengths of ShareGPT.",
+        None,
+    )
+    rate: tuple[float, ...] = option(
+        "Requests that arrive per second. May be given several times. Default: raised until latency explodes.",
+        (),
+        RATES,
+    )
+    concurrency: tuple[int, ...] = option(
+        "Instead of a rate: number of clients, each of which sends its next request when it has its answer. May be "
+        "given several times.",
+        (),
+        EACH_COUNT,
+    )
+    begin_rate: float = option("Requests per second with which a sweep without --rate begins.", 0.5, POSITIVE)
+    explodes: float = option(
+        "Latency has exploded where the median time to first token is so many times that at the lowest rate, or where "
+        "requests are finished at less than 80% of the rate at which they arrive.",
+        10.0,
+        FACTOR,
+    )
+    arrivals: str = option(
+        "How requests arrive: poisson, even, gamma&variation=2, weibull&shape=0.5, bursts&on=SECONDS&off=SECONDS, "
+        "groups&size=4; or recorded, as the workload has them, faster or slower.",
+        "poisson",
+    )
+    requests: int = option("Maximum number of requests of a run.", 1000, COUNT)
+    seconds: float = option(
+        "Seconds in which the requests of a run arrive; ignored with --concurrency.", 60.0, POSITIVE
+    )
+    slo: Slo | None = option(
+        f"Deadlines by which requests that bring none are judged: {SLO_FORM}.", None, metavar="DEADLINES"
+    )
+    context_tokens: int | None = option(
+        "Tokens that a prompt and its output may have; longer requests lose prompt. Default: the server's.", None, COUNT
+    )
+    rounds: int = option(ROUNDS, 3, COUNT)
+    load_seed: int = option(SEED, 0, AMOUNT, flag="--seed")
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.rate and self.concurrency:
+            raise WrongValue("concurrency", "is given with --rate: clients that wait have no rate; give one of them")
+        if self.arrivals == RECORDED:
+            if self.workload is None:
+                raise WrongValue("arrivals", "is recorded: give --workload, whose times are to be taken")
+            return
+        if self.arrivals.partition("&")[0] not in AT_A_RATE:
+            kinds = ", ".join((*AT_A_RATE, RECORDED))
+            raise WrongValue("arrivals", f"is {self.arrivals!r}, should be one of {kinds}, and options after &")
+        try:
+            arrivals_at(self.arrivals, 1.0)
+        except WorkloadError as error:
+            raise WrongValue("arrivals", f"is {self.arrivals!r}: {error}") from None
+
+
+Load = ChatLoad | AnalyticsLoad | RateLoad
+"""What a bench puts on a server."""
+
+
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
     """The servers that a bench compares."""
@@ -218,7 +322,9 @@ ARMS = (
     "An arm to compare, NAME or NAME=JSON; may be given several times, and the first is what others are compared with. "
     "For a model: vllm (without the plugin), kvpolicy (with these flags), hints (the same, and requests carry hints); "
     'JSON has the plugin\'s settings that differ, as in \'urgent={"order": "urgent"}\', and "hints": true. '
-    'For a URL: JSON has "url" of another server, and "hints". Default: vllm and kvpolicy, or the URL alone.'
+    'For a URL: JSON has "url" of another server, and "hints". Of `bench rate`, "reserve": max, pow2 or oracle sends '
+    "no more requests than whose reserved lengths fit into the KV cache, as do the arms orca-max, orca-pow2 and "
+    "orca-oracle. Default: vllm and kvpolicy, or the URL alone."
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,3 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # new examples are for `make fuzz`.
 hypothesis.settings.register_profile("no_deadline", deadline=None, derandomize=FACTOR == 1, max_examples=100 * FACTOR)
 hypothesis.settings.load_profile("no_deadline")
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Takes what goes to vLLM's loggers, too: once vLLM is imported, they pass nothing on to the root."""
+    tree = logging.getLogger("vllm")
+    if tree.propagate:
+        yield caplog
+        return
+    tree.addHandler(caplog.handler)
+    yield caplog
+    tree.removeHandler(caplog.handler)

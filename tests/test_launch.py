@@ -20,6 +20,7 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.request_marks import Classes, ClassLimits
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.plugin import settings as plugin_settings
 from kvpolicy_vllm.plugin.settings import Settings
 from tests.policy.ten_line_policy import Longer
 
@@ -283,7 +284,7 @@ def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPa
 
 def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch.policies, "load", lambda name, allow_python: None)
+    monkeypatch.setattr(plugin_settings.policies, "load", lambda name, allow_python: None)
     Path("models/mine").mkdir(parents=True)
     Path("models/mine/model.json").touch()
     assert launch.options(ServerSettings("cheapest:models/mine"))["policy"] == f"cheapest:{tmp_path}/models/mine"

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpolicy.errors import InputError
+from kvpolicy.settings import DEMO_ORDER
 from kvpolicy_vllm import launch
 
 if TYPE_CHECKING:
     from kvpolicy.integrations import Checked, Launcher, Report
-    from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, Measurement, ServerSettings
+    from kvpolicy.settings import BenchTarget, Load, Measurement, ServerSettings
     from kvpolicy.simulator.base import Simulator
 
 
@@ -37,7 +38,7 @@ class VllmIntegration:
 
         return profile(out, how)
 
-    def demo(self, out: Path, quick: bool, seed: int, order: str = "fcfs") -> Report:
+    def demo(self, out: Path, quick: bool, seed: int, order: str = DEMO_ORDER) -> Report:
         from kvpolicy_vllm.bench.run_demo import demo
 
         return demo(out, quick=quick, seed=seed, order=order)
@@ -47,7 +48,7 @@ class VllmIntegration:
 
         return characterize(out, figures, how)
 
-    def bench(self, out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> Report:
+    def bench(self, out: Path, load: Load, at: BenchTarget) -> Report:
         try:
             from kvpolicy_vllm.bench.run_bench import bench
         except ModuleNotFoundError as error:

@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +14,15 @@ from typing import Any
 
 import yaml
 
-from kvpolicy import policy as policies
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue, changed_values
 from kvpolicy.integrations import require
-from kvpolicy.settings import ServerSettings
-from kvpolicy_vllm.plugin.settings import SCHEDULER, TEACH, transfer_config
+from kvpolicy_vllm.config_file import merge
+from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, options, transfer_config, writes_to_disk
+
+__all__ = [
+    "SHUTDOWN_S", "config_into", "config_yaml", "flags", "options", "refuse_measured", "serve_command", "serve_flags",
+    "server", "shell_line",
+]  # fmt: skip
 
 REFUSED = {
     "--scheduler-cls": "kvpolicy sets it itself",
@@ -34,29 +36,6 @@ REFUSED_WHEN_MEASURED = REFUSED | {
 AMBIGUOUS_PREFIX = "--kv-"
 """vLLM accepts any unambiguous prefix of a flag. This prefix and shorter ones are ambiguous."""
 SHUTDOWN = "--shutdown-timeout"
-SHUTDOWN_S = 20
-"""Seconds that a server with a trace or an online state may take to shut down: for serving its requests to their end
-and for the last writes together. Where the requests take longer, vLLM ends the engine, and the last two seconds of the
-trace and the last five of what was learned are lost. Less than the 30 s after which Kubernetes kills."""
-
-
-def options(settings: ServerSettings) -> dict[str, Any]:
-    """The plugin's ``kv_connector_extra_config``: only settings that differ from the defaults, defined in one place.
-
-    Folders become absolute, since the server may be started elsewhere. Raises KVPolicyError for a policy that cannot be
-    loaded.
-    """
-    policy, state_file = settings.policy, settings.online_state
-    values = changed_values(replace(settings, policy=policies.anchored(policy)))
-    if policies.needs_engine(policy):  # cannot be loaded here: only the engine knows its model and device
-        return values
-    loaded = policies.load(values["policy"], allow_python=settings.allow_python_policies)
-    can_learn = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
-    if state_file is not None and not can_learn:
-        raise WrongValue(
-            "online_state", f"is {state_file}, but policy {policy} learns nothing while it serves; {TEACH}"
-        )
-    return values
 
 
 def flags(extra: Mapping[str, Any]) -> list[str]:
@@ -64,11 +43,19 @@ def flags(extra: Mapping[str, Any]) -> list[str]:
     return ["--scheduler-cls", SCHEDULER, "--kv-transfer-config", json.dumps(transfer_config(extra))]
 
 
+def config_into(file: Path, extra: Mapping[str, Any]) -> str:
+    """Merge the same flags into a file for ``vllm serve --config``; return the difference, empty where there is none.
+
+    Raises InputError as :func:`kvpolicy_vllm.config_file.merge`.
+    """
+    return merge(file, config_yaml(extra))
+
+
 def config_yaml(extra: Mapping[str, Any]) -> str:
     """The same flags for ``vllm serve --config FILE.yaml``."""
     values: dict[str, Any] = {"scheduler-cls": SCHEDULER, "kv-transfer-config": transfer_config(extra)}
     note = ""
-    if _writes_to_disk(extra):
+    if writes_to_disk(extra):
         name = SHUTDOWN.removeprefix("--")
         if _vllm_knows(SHUTDOWN):
             note = f"# {name}: vLLM's own 0 ends the engine before everything is written; 0.24 to 0.33 know it\n"
@@ -92,7 +79,7 @@ def serve_flags(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -
     _refuse_flags(present_flags)
     shutdown_flags = []
     if (
-        _writes_to_disk(extra)
+        writes_to_disk(extra)
         and not any(_may_mean(flag, SHUTDOWN, "--s") for flag, _ in present_flags)
         and _vllm_knows(SHUTDOWN)
     ):
@@ -151,11 +138,6 @@ def _may_mean(flag: str, meant: str, ambiguous: str) -> bool:
     """
     name = flag.split(".")[0].replace("_", "-")
     return meant.startswith(name) and len(name) > len(ambiguous)
-
-
-def _writes_to_disk(extra: Mapping[str, Any]) -> bool:
-    """Whether the plugin writes files."""
-    return "trace" in extra or "online_state" in extra
 
 
 def _vllm_knows(flag: str) -> bool:

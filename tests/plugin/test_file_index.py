@@ -158,13 +158,54 @@ def test_what_came_to_the_device_meanwhile_gets_the_slot() -> None:
     assert core.pool.lost([77]) == [], "it is in host memory already"
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_nobody_waits_for_ever_and_a_slot_that_may_be_written_to_is_not_used_again() -> None:
+    core = Core()
+    core.index.acknowledge([FileReport(ready=True)] * core.ranks)
+    core.stored([b"a"])
+    core.drop_from_host()
+    core.index.fetch([b"a"], 0, 1)
+    (_, (job,)) = core.jobs()
+    core.now = MAX_WAIT_S - 0.1
+    core.index.note_late()
+    assert core.index.is_coming(b"a") and core.index.under_way and not core.counts["late"]
+    core.now = MAX_WAIT_S
+    for _ in range(2):
+        core.index.note_late()
+        assert not core.index.is_coming(b"a") and core.index.leading([b"a"]) == 0
+        assert core.counts["late"] == 1 and core.pool.used == 1 and not core.index.under_way
+    core.report(job, ranks=1)
+    assert core.pool.used == 1, "the other rank may still be writing to its slot"
+    core.report(job, ranks=1)
+    assert core.pool.used == 0 and core.pool.leading([b"a"]) == core.index.leading([b"a"]) == 1
+
+
+def test_what_comes_late_is_of_the_weights_of_its_time() -> None:
     core = Core()
     core.stored([b"a"])
     core.drop_from_host()
     core.index.fetch([b"a"], 0, 1)
-    core.now = MAX_WAIT_S + 1
-    assert not core.index.is_coming(b"a") and core.pool.used == 1, "the slot is still being written to"
+    core.save(CHAIN)
+    stores, loads = core.jobs()
+    core.now = MAX_WAIT_S
+    core.index.note_late()
+    core.pool.forget_keys()
+    core.index.forget()
+    for job in (*stores, *loads):
+        core.report(job)
+    assert core.pool.leading([b"a"]) == core.index.leading(CHAIN) == core.pool.used == 0
+
+
+def test_reports_that_never_come_cost_no_more_than_a_share_of_the_slots(caplog: pytest.LogCaptureFixture) -> None:
+    core = Core()
+    for number in range(SLOTS):
+        core.save([b"%d" % number])
+        core.now += MAX_WAIT_S
+        core.index.note_late()
+        core.drop_from_host()
+    share = SLOTS // SHARE
+    assert core.counts == {"late": share, "refused": SLOTS - share} and core.pool.used == share
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1 and "1 host slots stay in use" in warnings[0]
 
 
 def test_what_an_earlier_server_left_is_there_once_all_ranks_have_said_it() -> None:
@@ -176,6 +217,17 @@ def test_what_an_earlier_server_left_is_there_once_all_ranks_have_said_it() -> N
     assert core.index.leading(CHAIN) == 3 and core.index.ready and not core.index.under_way
     core.index.acknowledge([FileReport(gone=digests[1:2])])
     assert core.index.leading(CHAIN) == 1
+
+
+def test_a_rank_that_never_says_what_is_there_is_not_waited_for() -> None:
+    core = Core()
+    core.now = 100.0
+    assert core.index.starting
+    core.index.note_late()
+    core.now += MAX_WAIT_S - 0.1
+    assert core.index.starting and core.index.under_way
+    core.now += 0.1
+    assert not core.index.starting and not core.index.under_way
 
 
 def test_after_a_reset_nothing_old_is_found_and_keys_are_others() -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption
 from kvpolicy.events import Decision, Ending, Option
 from kvpolicy.survival import Survival
+from kvpolicy_vllm.plugin import observers
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.observers import (
     EVENTS,
@@ -240,3 +241,15 @@ def test_after_a_failure_what_waits_is_forgotten_and_learning_goes_on(monkeypatc
     monkeypatch.undo()
     observers.tell("closed", opened, opened.close("resumed", 3.0))
     assert len(complaints) == 1
+
+
+def test_what_is_observed_is_told_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers, "MAX_OBSERVED", 2)
+    tally = Tally()
+    for value in (0.1, 0.2, 0.3):
+        tally.observe("copy_seconds", value, direction="save")
+    report = tally.report()
+    assert report is not None and report["observed"] == {"copy_seconds|direction=save": [0.1, 0.2]}
+    assert tally.report() is None
+    tally.add("extrapolated")
+    assert "observed" not in (tally.report() or {"observed": 1})

@@ -15,6 +15,7 @@ from kvpolicy_vllm.plugin.settings import Settings
         ({}, "policy"),
         ({"policy": "always-swap", "hostgib": 1}, "hostgib"),
         ({"policy": "always-swap", "shadow": "yes"}, "shadow"),
+        ({"policy": "always-swap", "shadow": True, "cache": "lru"}, "cache is given with --shadow"),
         ({"policy": "always-swap", "seed": 1.5}, "seed"),
         ({"policy": "always-swap", "host_gib": float("inf")}, "host_gib"),
         ({"policy": "always-swap", "link": "1e9,-1"}, "link"),

@@ -29,9 +29,10 @@ TIES_PER_TOKEN = 1 / 50_000
 def environment(workers: int = 1, multiprocess: bool = False) -> dict[str, str]:
     """What an engine needs on a machine without an accelerator: bound cores, no network, plugins on."""
     paths = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+    cores = [min(os.sched_getaffinity(0))] if workers == 1 else range(workers)
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "VLLM_CPU_OMP_THREADS_BIND": "0" if workers == 1 else "|".join(map(str, range(workers))),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         # Where the engine is in the process itself vLLM 0.32 does not read its own binding.
         "OMP_NUM_THREADS": "1",
         # No set of names is in another order at the next run.

@@ -300,6 +300,9 @@ def harried(job: dict[str, Any]) -> dict[str, Any]:
 
     run.serve(hook)
     result = run.result()
+    if job.get("host_pool"):
+        pool = run.copier.host_segments
+        result |= {"copier": type(run.copier).__name__, "host_pool_bytes": sum(part.nbytes for part in pool)}
     run.scheduler.connector.shutdown()
     return result
 
@@ -320,5 +323,6 @@ def own_process(job: dict[str, Any]) -> dict[str, Any]:
     for metric in llm.get_metrics():
         if metric.name.startswith("vllm:kvpolicy_"):
             name = metric.name.removeprefix("vllm:kvpolicy_")
-            values[name] = values.get(name, 0) + metric.value
+            # A histogram has a count, and no value.
+            values[name] = values.get(name, 0) + getattr(metric, "value", 0)
     return {"tokens": {f"r{i}": list(out.outputs[0].token_ids) for i, out in enumerate(outputs)}, "metrics": values}

@@ -148,6 +148,39 @@ def test_a_drafters_layers_are_in_the_same_blocks(
     assert beside["block_bytes"] * features.LAYERS == alone["block_bytes"] * (features.LAYERS + layers)
 
 
+@pytest.mark.feature("a cache of prompts over windows, states or several KV cache groups", refused=True)
+@pytest.mark.parametrize(
+    ("family", "words", "helps"),
+    [
+        ("gpt-oss", "of a model with several KV cache groups, or windows", ["--disable-hybrid-kv-cache-manager"]),
+        ("granite-4", "of a model whose layers keep states beside attention", []),
+        ("deepseek-v2", "of an MLA model", []),
+    ],
+)
+def test_a_cache_of_prompts_is_refused_by_the_models_layers(
+    process: EngineProcess, family: str, words: str, helps: list[str], tmp_path: Path
+) -> None:
+    """And the model is served without it, or with its windows stored whole."""
+    families.skip_unless_served(families.FAMILIES[family])
+    llm = str(families.make(family, tmp_path / "model"))
+    flags = ("--dtype", families.FAMILIES[family].dtype, "--enable-prefix-caching")
+    found = asked(process, llm, *flags, settings=ServerSettings("always-swap", host_gib=0.5, cache="cost"))
+    assert found["refused"].endswith(f"kvpolicy does not cache prompts {words}: leave --cache out")
+    assert found["helps"] == [*helps, "--cache off"]
+
+
+def test_prompts_in_files_are_refused_before_the_engine_starts(
+    process: EngineProcess, model: str, tmp_path: Path
+) -> None:
+    """A hash has the name of an adapter, which stands for other weights tomorrow."""
+    files = ServerSettings("always-swap", host_gib=0.5, cache="lru", cache_files=tmp_path / "kv", cache_files_gib=1.0)
+    flags = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE))
+    assert not asked(process, model, *flags, settings=files)["refused"]
+    found = asked(process, model, *flags, "--enable-lora", settings=files)
+    assert "cache_files: the hash of a block has the name of its adapter" in found["refused"]
+    assert found["helps"] == ["no --cache-files", "--cache off"]
+
+
 def test_layers_that_cannot_be_made_are_no_answer(process: EngineProcess, model: str, tmp_path: Path) -> None:
     config = json.loads((Path(model) / "config.json").read_text())
     config |= {"num_attention_heads": 4, "num_key_value_heads": 3}
@@ -218,6 +251,7 @@ def test_what_was_not_tested_of_a_models_inputs_is_in_the_answer(
     monkeypatch.setattr(lay_out, "laid_out", laid_out)
     monkeypatch.setattr(lay_out, "groups_of", lambda kv_cache: [])
     monkeypatch.setattr(lay_out, "served_block_bytes", lambda config, kv_cache: 4096)
+    monkeypatch.setattr(lay_out, "host_gib_of", lambda config: 4.0)
     monkeypatch.setattr(lay_out, "untested_inputs", lambda config: f"{config} was not tested")
     arguments: Any = "M"
     found = lay_out.judged(arguments)

@@ -10,11 +10,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvpolicy.settings import GIB
 from tests.tiers.blocks import files_of
 from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
+from tests.vllm.test_faults import BLOCK_BYTES
 
 CONVERSATIONS = 6
+
+
+FLEETING = {"host_gib": 50.5 * BLOCK_BYTES / GIB}
+"""Host memory in which hardly anything stays until it is asked for again, so that files have to give it."""
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +52,19 @@ class Servers:
     def __init__(self, model: str, folder: Path, stock: dict[str, dict[str, Any]]) -> None:
         self.files, self._model, self._folder, self._stock = folder / "kv", model, folder, stock
 
-    def serve(self, name: str, requests: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
-        """Serve requests in an engine of its own; compare every token; return its counters."""
+    def job(self, requests: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         settings = {"cache": "lru", "cache_files": str(self.files), "cache_files_gib": 0.25} | extra
-        work = job(
+        return job(
             self._model, requests, SCARCE | {"enable_prefix_caching": True}, scenario="waves",
             plugin=harness.plugin("always-swap", **settings), waves=[[*range(len(requests))]], overwrite=True,
         )  # fmt: skip
-        result = harness.run(work, self._folder)
+
+    def serve(self, name: str, requests: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        """Serve requests in an engine of its own; compare every token; return its counters."""
+        return self.judged(name, harness.run(self.job(requests, **extra), self._folder))
+
+    def judged(self, name: str, result: dict[str, Any]) -> dict[str, Any]:
+        """The counters of an engine that has served these requests, every token of which is compared."""
         harness.assert_exact(self._stock[name], result)
         harness.assert_nothing_left(result)
         return dict(result["stats"])

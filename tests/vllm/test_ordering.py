@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from kvpolicy_vllm.plugin.trace_writer import TraceRecorder
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 from tests.vllm import alone, fuzz, harness
 from tests.vllm.models import write_llama
+from tests.vllm.places import Places
 from tests.vllm.setups import HOLDING, UNRULY, Setup
 from tests.vllm.test_same_schedule import BASE
 from tests.vllm.test_soak import PRESSED
@@ -400,11 +403,43 @@ def test_where_vllm_ranks_requests_itself_an_order_is_refused(model: Path) -> No
         made.scheduler.serve_by(load("urgent"))
 
 
-def test_an_order_is_set_before_requests_come(model: Path) -> None:
-    made = schedule(model, order="fcfs")
+def switching(made: fuzz.Schedule, orders: Sequence[str], every: int) -> Callable[[], int]:
+    """Have the schedule's orders of service switched in every so many steps; returns how often that came about while
+    requests ran and waited."""
+    scheduler, schedule, steps, under_load = made.scheduler, made.scheduler.schedule, count(1), []
+
+    def switched(*args: Any, **kwargs: Any) -> Any:
+        number = next(steps)
+        if number % every == 0:
+            under_load.append(bool(scheduler.running and (scheduler.waiting or len(scheduler.waiting))))
+            scheduler.kvpolicy.serve_by(load(orders[number // every % len(orders)]))
+            scheduler.serve_by(scheduler.kvpolicy.order)
+            made.places = Places(scheduler)  # an account that begins anew, as the numbers of those who run do
+            made.places.before_step()
+            assert not [one for one in scheduler.running if one.request_id not in scheduler.requests]
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = switched
+    return lambda: sum(under_load)
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_orders_are_switched_while_requests_run_and_wait(model: Path, seed: int) -> None:
+    """Nobody is lost, stalls or gets wrong tokens, whichever way the order changes."""
+    made = schedule(model, seed, order="urgent")
+    often = switching(made, ("fcfs", "las", "urgent", "fcfs", "mlfq:base=4", "urgent"), 7)
+    made.run()
+    made.scheduler.serve_by(load("urgent"))
+    assert often() > 3 and made.outcome().problems == ()
+    assert all(request.is_finished() for request in made.requests)
+
+
+def test_an_order_that_is_refused_leaves_the_one_before(model: Path) -> None:
+    made = schedule(model, order="fcfs", scheduling="priority")
     made.scheduler.add_request(made.requests[0])
-    with pytest.raises(RuntimeError, match="1 requests are unfinished"):
+    with pytest.raises(UnsupportedEngine, match="leave the flag out"):
         made.scheduler.serve_by(load("urgent"))
+    assert made.scheduler.ordering is None and len(made.scheduler.waiting) == 1
 
 
 def test_an_idle_engine_goes_back_to_vllms_own_order(model: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.alternating import ALTERNATING
-from kvpolicy import trace
-from kvpolicy.settings import ServerSettings
+from kvpolicy import shadow_savings, trace
+from kvpolicy.hardware import available_memory_bytes
+from kvpolicy.settings import GIB, ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
+from tests.evaluation.test_log_headroom import Rates
 from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
 
@@ -49,10 +51,13 @@ def test_a_vllm_that_loads_no_plugin_of_ours_finds_the_connector(
 def test_shadow_decides_and_records_but_recomputes(
     model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Every decision to swap is written down as intended and executed as vLLM's own recompute."""
+    """Every decision to swap is written down as intended and executed as vLLM's own recompute. No host memory is taken:
+    a server that is not in shadow mode would be refused so much. A cost model says what it would have saved."""
     folder = tmp_path / "trace"
-    swap = harness.plugin("always-swap", shadow=True, trace=str(folder))
-    result = harness.run(job(model, requests, SCARCE, scenario="harried", plugin=swap), tmp_path)
+    too_much = 0.55 * available_memory_bytes() / GIB
+    swap = harness.plugin("always-swap", shadow=True, trace=str(folder), host_gib=too_much)
+    work = job(model, requests, SCARCE, scenario="harried", plugin=swap, host_pool=True)
+    result = harness.run(work, tmp_path)
     harness.assert_exact(references["requests"], result)
     harness.assert_nothing_left(result)
     stats = result["stats"]
@@ -62,3 +67,9 @@ def test_shadow_decides_and_records_but_recomputes(
     assert feasible and all(row["options"][row["chosen"]]["kind"] == "swap" for row in feasible)
     assert {(row["executed"], row["reason"]) for row in feasible} == {("recompute", "shadow")}
     assert harness.total(stats, "fallbacks", reason="shadow") == len(feasible)
+    assert harness.total(stats, "shadow_preemptions", intended="swap") == len(feasible)
+    assert harness.total(stats, "shadow_untold", reason="no_prediction") == len(feasible)
+    assert result["host_pool_bytes"] == 0 and result["copier"] == "ShadowCopier"
+    found = shadow_savings([folder], Rates(1e-3))
+    assert found.intended == {"recompute": 0, "swap": len(feasible)} and found.told == len(feasible)
+    assert found.hours is not None and found.per_hour is not None and found.per_hour.low_s <= found.per_hour.mean_s

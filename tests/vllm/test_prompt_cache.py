@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.caching import Hinted
+from kvpolicy.cost import CostModel
+from kvpolicy.cost.block_price import block_price
+from kvpolicy.events import Cost, Option, Preemption
+from kvpolicy.features import features_of
+from kvpolicy.policy import PricedPolicy
 from kvpolicy.settings import GIB
+from kvpolicy_vllm.plugin.prompt_cache import WORTH_STEPS
 from tests.vllm import alone, harness
 from tests.vllm.conftest import SCARCE, job
 from tests.vllm.test_faults import BLOCK_BYTES
@@ -83,6 +90,36 @@ def test_what_is_found_changes_no_token(
 
 
 # ---- on the scheduler alone ----
+
+
+class PerToken(CostModel):
+    """So many seconds for each token that is computed, and none for loads."""
+
+    name = "per-token"
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+        tokens = features_of(situation, Option("recompute")).recomputed_tokens
+        return tuple(
+            Cost(seconds, 0.0, 0.0, seconds, 0.0, seconds, seconds)
+            for seconds in (self.seconds * tokens if option.kind == "recompute" else 0.0 for option in options)
+        )
+
+
+class PricesTokens(PricedPolicy):
+    """Recomputes, and knows what that costs."""
+
+    name = "prices-tokens"
+
+    def __init__(self, seconds: float) -> None:
+        self.cost_model = PerToken(seconds)
+
+    def by_costs(
+        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: Any
+    ) -> tuple[float, ...]:
+        return (1.0, *(0.0 for _ in options[1:]))
 
 
 class Served:
@@ -227,6 +264,24 @@ def test_the_policy_decides_what_is_stored_and_loaded(policy: str, short: int, l
 
 
 @pytest.mark.scheduler
+def test_shadow_mode_is_heeded_at_once_when_it_is_switched(model: str) -> None:
+    """By the control file. What is worth storing is remembered for many steps."""
+    served = Served(model)
+    others = [*range(300, 400)]
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    served.controller.decider.shadow = True
+    served.serve(served.request([*range(600, 700)]))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 0
+    served.controller.decider.shadow = False
+    served.serve(served.request(others))
+    served.push_out()
+    found = [served.found(served.request(prompt)) for prompt in (others, [*range(600, 700)])]
+    assert found == [96, 0], "the second one came in shadow mode"
+
+
+@pytest.mark.scheduler
 def test_what_is_not_loaded_for_its_price_is_counted(model: str) -> None:
     served = Served(model)
     served.serve(served.request([*range(300, 500)]))
@@ -258,12 +313,38 @@ def test_prices_that_cannot_be_predicted_stop_nobody(model: str, monkeypatch: py
     plugin, small = harness.plugin, {"cache": "cost", "host_gib": 20.5 * BLOCK_BYTES / GIB}
     monkeypatch.setattr(harness, "plugin", lambda policy, **extra: plugin(policy, **extra | small))
     served = Served(model)
-    monkeypatch.setattr(served.controller.copies.pool.cache.inner._price, "_costs", lambda situation: 1 / 0)
+    monkeypatch.setattr(served.controller.decider, "predict", lambda situation, options: 1 / 0)
     served.serve(served.request(PROMPT))
     served.push_out()
     stats = served.controller.stats()
     assert harness.total(stats, "cache_undecided") > 0
     assert harness.total(stats, "cache_blocks", event="evicted") > 0, "prices were asked for"
+
+
+@pytest.mark.scheduler
+def test_prices_are_those_of_the_policy_that_serves_and_of_what_it_has_learned(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the very formula that prices blocks in the simulators."""
+    plugin = harness.plugin
+    monkeypatch.setattr(harness, "plugin", lambda policy, **extra: plugin(policy, **extra | {"cache": "cost"}))
+    served = Served(model)
+    controller = served.controller
+    price, steps = controller.copies.pool.cache.inner._price, []
+
+    def step(number: int) -> list[float]:
+        controller.prompts.step_begins(served.scheduler, number, controller.clock)
+        steps.append([price(index) for index in (0, 50, 500)])
+        return steps[-1]
+
+    assert step(1) == [1.0, 1.0, 1.0], "always-swap predicts nothing"
+    by_cost = PricesTokens(1e-6)
+    controller.decider.adopt(by_cost)
+    expected = block_price(by_cost.cost_model.predict, 16, BLOCK_BYTES, controller.copies.segment_bytes)
+    assert step(2) == [expected(0), expected(50), expected(500)] != [0.0, 0.0, 0.0]
+    by_cost.cost_model.seconds *= 2
+    assert step(3) == steps[1], "predicting takes time"
+    assert step(2 + WORTH_STEPS) == pytest.approx([2 * seconds for seconds in steps[1]])
 
 
 @pytest.mark.scheduler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from kvpolicy_vllm.plugin.messages import Job, StepJobs
+from kvpolicy.errors import InputError
+from kvpolicy.settings import GIB
+from kvpolicy.tiers import block_format
+from kvpolicy_vllm.plugin.messages import FileJob, Job, StepJobs
 from tests.vllm import harness
 
 BLOCKS = 8
 LAYERS = ("one", "two")
+BLOCK_BYTES = len(LAYERS) * 4 * 32 * 64 * 4
 
 
 def worker(model: str, *tensors: KVCacheTensor, **extra: Any) -> Any:
@@ -61,6 +66,36 @@ def test_the_same_caches_again_change_nothing(model: str) -> None:
     assert connector.copier is copier
     assert step(connector, 1, loads=(Job(1, "a", (5,), (0,)),)) == ({"a"}, 0)
     assert all(torch.equal(tensor[5], tensor[2]) for tensor in kv.values())
+
+
+def test_files_are_given_up_by_the_policy_of_the_settings(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was used last goes before what two prompts have asked for, by ``lfu``."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    block = BLOCK_BYTES + block_format.PAGE
+    settings = {"cache": "lru", "cache_files": str(tmp_path / "kv"), "cache_files_gib": 2.5 * block / GIB}
+    connector = worker(model, **settings, cache_files_policy="lfu")
+    connector.register_kv_caches(caches(1.0))
+    tier = connector.files._tier
+    connector.copier.save(Job(1, "a", (1, 2, 3), (0, 1, 2)))
+    for number, prompt in enumerate([b"a", b"a", b"b", b"c"]):
+        store = FileJob(number, (prompt,), (number % 3,), (prompt,))
+        connector.files.begin(StepJobs(number, prompts=((prompt,),), file_stores=(store,)))
+        tier.wait_idle()
+        connector.files.reports()
+    assert [tier.lookup([key]) for key in (b"a", b"b", b"c")] == [1, 0, 1]
+    connector.files.close()
+
+
+def test_a_folder_for_files_that_cannot_be_made_is_told_with_what_would_be_right(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    (tmp_path / "file").write_text("")
+    connector = worker(model, cache="lru", cache_files=str(tmp_path / "file" / "kv"), cache_files_gib=0.1)
+    with pytest.raises(InputError, match=r"cache_files: nothing can be written to .*file/kv .*give another folder"):
+        connector.register_kv_caches(caches(1.0))
 
 
 def test_other_caches_end_what_was_under_way(model: str) -> None:

@@ -146,6 +146,18 @@ def by_core(base: str, name: str) -> dict[str, float]:
     return result
 
 
+def by_label(base: str, name: str) -> dict[str, float]:
+    """One of our metrics by each of its own labels, as ``name="value"``."""
+    result: dict[str, float] = defaultdict(float)
+    with urllib.request.urlopen(f"{base}/metrics", timeout=PATIENCE_S) as answer:
+        for line in answer.read().decode().splitlines():
+            if line.startswith(f"vllm:kvpolicy_{name}{{"):
+                labels, value = line.split("{")[1].rsplit("} ", 1)
+                for label in labels.split(","):
+                    result[label] += float(value)
+    return result
+
+
 def metrics(base: str) -> dict[str, float]:
     """Our metrics, summed over labels; 0 for one that is not there yet."""
     result: dict[str, float] = defaultdict(float)

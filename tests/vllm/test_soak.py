@@ -6,8 +6,11 @@ and that the fuzz sees what it is there to see.
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +93,21 @@ def test_blocks_that_no_step_has_computed_are_not_found(tmp_path: Path) -> None:
     manager.evict_blocks = lambda blocks: (withdrawn.append(blocks), evict_blocks(blocks))[1]
     made.run()
     assert made.outcome().problems == () and len(withdrawn) > 0
+
+
+@pytest.mark.parametrize("cache", ["off", "cost", "python:tests.careless:Careless"])
+def test_an_engine_that_is_given_up_leaves_nothing_behind(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its observers outlive it, to be closed; they must not hold all the rest."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.ERROR)  # pytest keeps what is logged, with its frames
+    made = fuzz.Schedule(Setup.draw(28, **PRESSED | {"cache": cache, "host_gib": 0.25}), write_llama(tmp_path))
+    made.run()
+    assert made.outcome().problems == ()
+    scheduler = weakref.ref(made.scheduler)
+    del made
+    gc.collect()
+    assert scheduler() is None
 
 
 def test_every_claimed_version_is_soaked() -> None:

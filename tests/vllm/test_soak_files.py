@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpolicy_vllm.plugin.file_index import FileIndex
+from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, SHARE, FileIndex
+from kvpolicy_vllm.plugin.messages import FileJob, FileReport
 from tests.vllm import fuzz, harness
 from tests.vllm.models import write_llama
 from tests.vllm.setups import Setup
@@ -47,22 +48,45 @@ def setup_of(seed: int, **fixed: Any) -> Setup:
     return Setup.draw(seed, **CACHED | drawn | fixed)
 
 
-def served(setup: Setup, model: Path, folder: Path, patch: pytest.MonkeyPatch) -> tuple[list[str], fuzz.Schedule]:
+class HangingFiles(SymbolicFiles):
+    """A third of the jobs end long after nobody waits for them, and a fifth are not reported before the end."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.withheld: list[FileReport] = []
+
+    def _later(self) -> int:
+        late = round(self._chance.uniform(1, 3) * MAX_WAIT_S / fuzz.STEP_S) if self._chance.random() < 1 / 3 else 0
+        return super()._later() + late
+
+    def _do(self, job: FileJob) -> FileReport:
+        report = super()._do(job)
+        if random.Random(job.number).random() >= 0.2:
+            return report
+        self.withheld.append(report)
+        return FileReport()
+
+
+def served(
+    setup: Setup, model: Path, folder: Path, patch: pytest.MonkeyPatch, worker: type[SymbolicFiles] = SymbolicFiles
+) -> tuple[list[str], fuzz.Schedule]:
     """What was wrong, and the schedule, at whose end no file is being read or written."""
     plugin = harness.plugin
     patch.setenv("PYTHONHASHSEED", "0")
-    patch.setattr(fuzz, "SymbolicWorker", SymbolicFiles)
+    patch.setattr(fuzz, "SymbolicWorker", worker)
     patch.setattr(harness, "plugin", lambda policy, **more: plugin(policy, **more, cache_files=str(folder)))
     made = fuzz.Schedule(setup, model)
     controller, rng = made.scheduler.kvpolicy, random.Random(f"hints {setup.seed}")
     files = controller.prompts.files
-    files._clock = lambda: made.steps * fuzz.STEP_S
     for request in made.requests:
         request.kv_transfer_params = {"kvpolicy": rng.choice(HINTS)}
     made.run()
-    for _ in range(100):
+    for _ in range(100 if worker is SymbolicFiles else 1000):
         output = made.scheduler.schedule()
         made.scheduler.update_from_output(output, made._execute(output, {}))
+    for held_back in made.workers if worker is HangingFiles else ():
+        assert 0 < files._held == sum(len(under.blocks) for under in files._late.values()) <= files._pool.total // SHARE
+        files.acknowledge(held_back.withheld)
     problems = [*made.problems()]
     left = {"slots": files._held, "jobs": files._under, "stores": files._storing, "loads": files._coming}
     problems += [f"{what} of files left: {value}" for what, value in left.items() if value]
@@ -85,6 +109,17 @@ def test_blocks_come_from_files(ranks: int, model: Path, tmp_path: Path, monkeyp
     setup = setup_of(3, host_gib=0.005, cache="lru", ranks=ranks, requests=60, **sure)
     problems, made = served(setup, model, tmp_path, monkeypatch)
     assert problems == [] and all(worker.brought > 5 for worker in made.workers)
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_slots_of_jobs_that_hang_are_not_used_meanwhile(
+    seed: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sure: dict[str, Any] = {"resets": "none", "policy": "always-swap", "copies_fail": False, "harried": False}
+    setup = setup_of(seed, host_gib=0.002, cache="lru", requests=60, **sure)
+    problems, made = served(setup, model, tmp_path, monkeypatch, HangingFiles)
+    assert problems == []
+    assert harness.total(made.scheduler.kvpolicy.stats(), "cache_blocks", event="late") > 0
 
 
 def test_a_file_from_before_a_reset_is_seen(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Never
 
 import pytest
 import vllm.platforms
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import Platform, PlatformEnum
 
 from kvpolicy import policy
@@ -23,6 +24,7 @@ from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Header, Trace
 from kvpolicy.workload import Request, Workload
+from kvpolicy_vllm.simulator import deployment
 from kvpolicy_vllm.simulator.controller import ROWS
 from kvpolicy_vllm.simulator.engine import VllmScheduler
 from tests.simulator.scarce import refuse_loss, refuse_other_situation
@@ -51,6 +53,13 @@ def served(*requests: Request, server: Server = SERVER) -> Trace:
 def test_it_is_a_simulator() -> None:
     simulator: Simulator = VllmScheduler()
     assert simulator.name == "vllm"
+
+
+def test_the_variable_that_switches_the_plugin_on_is_not_meant_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    monkeypatch.setenv("KVPOLICY", "always-swap,order=urgent")
+    deployment._cached_configuration.cache_clear()
+    assert len(served(Request(0.0, 20, 3)).rows("requests")) == 1 and os.environ["KVPOLICY"]
 
 
 def test_little_host_memory_is_used_where_it_saves_most() -> None:

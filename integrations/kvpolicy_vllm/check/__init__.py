@@ -56,6 +56,7 @@ class CheckReport:
     not_laid_out: str
     """Why the model's layers could not be made without weights; empty where they were made, or refused before."""
     host_gib: float
+    """Host memory for evicted KV; 0 where a block's bytes are not known."""
     helps: tuple[str, ...] = ()
     """Changes with any one of which it would be served, where it is the plugin that refuses; each was tried."""
     untested: str = ""
@@ -122,4 +123,4 @@ def check(llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> Chec
     with EngineProcess("kvpolicy_vllm.check.lay_out", measures=False) as process:
         found = process.ask({"flags": [llm, *flags]})
     groups, helps = tuple(Group(**group) for group in found.pop("groups")), tuple(found.pop("helps"))
-    return CheckReport(llm=llm, groups=groups, host_gib=settings.host_gib, helps=helps, **found)
+    return CheckReport(llm=llm, groups=groups, helps=helps, **found)

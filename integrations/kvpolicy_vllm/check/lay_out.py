@@ -20,7 +20,9 @@ from kvpolicy_vllm.bench.weightless import laid_out, rank_block_bytes
 from kvpolicy_vllm.check.remedies import helping
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.connector import cores_here, host_slots, pools
+from kvpolicy_vllm.plugin.connector_list import own_settings
 from kvpolicy_vllm.plugin.engine_config import device_name
+from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
 from kvpolicy_vllm.plugin.scheduler import refuse_order
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.tested_setups import untested_inputs
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 NOTHING: dict[str, Any] = {
     "engine": "", "device": "", "refused": "", "groups": [], "block_bytes": 0, "not_laid_out": "", "helps": [],
-    "untested": "",
+    "untested": "", "host_gib": 0.0,
 }  # fmt: skip
 
 
@@ -81,7 +83,11 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
         return {"not_laid_out": f"{type(error).__name__}: {error}", "untested": untested_inputs(config)}
     groups = groups_of(kv_cache)
     try:
-        served = {"groups": groups, "block_bytes": served_block_bytes(config, kv_cache)}
+        served = {
+            "groups": groups,
+            "block_bytes": served_block_bytes(config, kv_cache),
+            "host_gib": host_gib_of(config),
+        }
     except KVPolicyError as error:
         raise NotServed(error, groups) from error
     return served | {"untested": untested_inputs(config)}
@@ -101,11 +107,19 @@ def served_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     refuse_unsupported(config, kv_cache)
     settings = Settings.read(config.kv_transfer_config.kv_connector_extra_config)
     rank_bytes = rank_block_bytes(config, kv_cache)
-    slots = host_slots(settings, rank_bytes, pools(config, kv_cache, settings))
+    pool_count = pools(config, kv_cache, settings)
+    slots = host_slots(settings, rank_bytes, pool_count)
+    if settings.cache_files is not None:
+        refuse_unnameable(config, kv_cache, pool_count < config.parallel_config.world_size)
     settings.refuse_too_much_memory(available_memory_bytes(), cores_here(config))
     controller = controller_for(replace(settings, trace=None, online_state=None), config, kv_cache, slots, rank_bytes)
     refuse_order(controller.order, config.scheduler_config.policy)
-    return rank_bytes * pools(config, kv_cache, settings)
+    return rank_bytes * pool_count
+
+
+def host_gib_of(config: VllmConfig) -> float:
+    """Host memory of one engine core, GiB, by its settings, or as it would be taken here."""
+    return Settings.read(own_settings(config.kv_transfer_config)).pool_gib
 
 
 def groups_of(kv_cache: KVCacheConfig) -> list[dict[str, Any]]:

@@ -55,6 +55,8 @@ REMEDIES = (
     Remedy("--scheduling-policy fcfs", {"scheduling_policy": "fcfs"}),
     Remedy("--policy always-swap", settings={"policy": "always-swap", "online_state": None}),
     Remedy("--order fcfs", settings={"order": "fcfs"}),
+    Remedy("no --cache-files", settings={"cache_files": None}),
+    Remedy("--cache off", settings={"cache": "off", "cache_files": None}),
     Remedy("--no-pin-memory", settings={"pin_memory": False}),
     Remedy("--allow-untested-version", settings={"allow_untested_version": True}),
 )

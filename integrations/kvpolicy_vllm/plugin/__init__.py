@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 NAME = "KVPolicyConnector"
 
 
@@ -11,3 +13,7 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "kvpolicy_vllm.connector", NAME)
+    if os.environ.get("KVPOLICY"):
+        from kvpolicy_vllm.plugin.one_flag import heed_environment
+
+        heed_environment()

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, make_block_hash_with_group_id
 
 from kvpolicy.caching import Hinted
@@ -29,8 +30,11 @@ from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loa
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.kv_layout import block_tables, page_bytes
 from kvpolicy_vllm.plugin.learner import remember
+from kvpolicy_vllm.plugin.operator_log import PreemptionLog, start_line
 from kvpolicy_vllm.plugin.prompt_cache import BlockPrices, caching_policy
 from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.shadow import ShadowCounter
+from kvpolicy_vllm.plugin.tested_setups import untested_inputs
 from kvpolicy_vllm.plugin.trace_writer import TraceWriter, pseudonym
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def controller_for(
@@ -71,7 +75,7 @@ def controller_for(
         controller.metrics.tally.add("cache_undecided")
         complain("predicting the price of a block failed; it is worth nothing (counted as cache_undecided)")
 
-    prices = BlockPrices(decider.hit_costs, unpriced)
+    prices = BlockPrices(decider, engine.block_size, block_bytes, unpriced)
 
     def cache_failed(method: str) -> None:
         controller.metrics.tally.add("cache_failed", method=method)
@@ -80,19 +84,26 @@ def controller_for(
     cache = caching_policy(settings.cache, slots, prices, settings.allow_python_policies, cache_failed)
     limits = settings.hints or HintLimits()
     if cache is not None:
-        cache = Hinted(cache, time.monotonic, engine.block_size, limits)
+        cache = Hinted(cache, lambda: controller.clock(), engine.block_size, limits)
     copies = CopyBook(slots, parallel.world_size, block_bytes, cache)
     controller = Controller(core, decider, copies, page_bytes(kv_cache), time.monotonic, complain, load_policy, memory)
+    if settings.shadow or settings.control is not None:
+        controller.observers.add(ShadowCounter(controller.metrics.tally, lambda: decider.shadow))
     if cache is not None:
         prompts = controller.cache_prompts(key_in_cache)
-        prices.situation = prompts.idle_situation
+        prompts.prices, prices.segment_bytes = prices, lambda: controller.copies.segment_bytes
         if settings.cache_files is not None:
-            prompts.keep_files(pool_count, time.monotonic)
+            prompts.keep_files(pool_count)
     controller.keep_tables(block_tables(kv_cache))
     order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
     warn_of_unclaimable(order, classes)
     controller.serve_by(order)
     controller.grant_marks(granting(classes, limits))
+    if logger.isEnabledFor(logging.DEBUG):
+        controller.observers.add(PreemptionLog())
+    tokens = None if controller.tables is not None else slots * engine.block_size
+    pinned, untested = settings.pin_memory and not current_platform.is_cpu(), untested_inputs(vllm_config)
+    logger.info("kvpolicy: %s", start_line(settings, decider.policy, order, slots, tokens, pinned, untested))
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         serves = Priority() if vllm_config.scheduler_config.policy == "priority" else order

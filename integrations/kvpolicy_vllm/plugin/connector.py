@@ -29,6 +29,7 @@ from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.rank_files import RankFiles
 from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.shadow import ShadowCopier
 from kvpolicy_vllm.plugin.tested_setups import warn_untested_inputs
 from kvpolicy_vllm.plugin.versions import (
     engine_version,
@@ -115,16 +116,21 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             return
         leftover = None if self.copier is None else self.copier.give_up()
         self.copier = None  # frees its host memory before the next copier allocates
+        self.copier = copier = self._make_copier(segments)
+        if leftover is not None:
+            copier.take_over(leftover)
+        self._keep_files(copier, kv_caches)
+
+    def _make_copier(self, segments: list[torch.Tensor]) -> Copier:
+        """With a host pool of its own, unless in shadow mode."""
+        if self.settings.shadow:
+            return ShadowCopier(segments)
         if self._shares and self._shared is None:
             self._shared = shared_by_ranks(self.slots, self.block_bytes)
         more = {} if self._shared is None else {"shared": self._shared}
         copier_factory = resolve_obj_by_qualname(self.settings.copier)
-        self.copier = copier = copier_factory(
-            segments, self.slots, self.settings.pin_memory, self.settings.link, **more
-        )
-        if leftover is not None:
-            copier.take_over(leftover)
-        self._keep_files(copier, kv_caches)
+        copier: Copier = copier_factory(segments, self.slots, self.settings.pin_memory, self.settings.link, **more)
+        return copier
 
     def _keep_files(self, copier: Copier, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open this rank's files, or go on with them from and to the slots of another copier."""
@@ -137,7 +143,14 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             pieces = [segment.shape[1] * segment.element_size() for segment in copier.device_segments]
             namespace = namespace_of(config, kv_cache, int(config.parallel_config.rank), pieces, layers)
             capacity = int(self.settings.cache_files_gib * GIB) // self._pool_count
-            self.files = RankFiles(FileTier.open(directory, namespace, self.block_bytes, capacity), copier)
+            try:
+                tier = FileTier.open(directory, namespace, self.block_bytes, capacity, self.settings.cache_files_policy)
+            except OSError as error:
+                raise InputError(
+                    f"cache_files: nothing can be written to {directory} ({error}); give another folder, or leave "
+                    "cache_files out"
+                ) from error
+            self.files = RankFiles(tier, copier)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._save(kv_connector_metadata)
@@ -339,10 +352,10 @@ def shared_by_ranks(slots: int, block_bytes: int) -> SharedPool:
 def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:
     """Number of blocks that the host pool holds, which ``ranks`` ranks keep each a part of. Raises InputError where it
     holds none."""
-    slots = int(settings.host_gib * GIB // (block_bytes * ranks))
+    slots = int(settings.pool_gib * GIB // (block_bytes * ranks))
     if slots < 1:
         raise InputError(
-            f"host_gib {settings.host_gib:g} holds no KV block of {block_bytes * ranks} bytes over {ranks} ranks; "
+            f"host_gib {settings.pool_gib:g} holds no KV block of {block_bytes * ranks} bytes over {ranks} ranks; "
             f"give at least {block_bytes * ranks / GIB:.3g}"
         )
     return slots

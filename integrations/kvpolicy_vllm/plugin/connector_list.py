@@ -35,6 +35,16 @@ def own_settings(transfer: Any) -> Mapping[str, Any]:
     return dict(next(own, {}).get("kv_connector_extra_config") or {})
 
 
+def give_own(transfer: Any, key: str, value: Any) -> None:
+    """Set a key of kvpolicy's ``kv_connector_extra_config`` in vLLM's configuration."""
+    if transfer.kv_connector != MULTI_CONNECTOR:
+        transfer.kv_connector_extra_config[key] = value
+        return
+    for one in transfer.kv_connector_extra_config["connectors"]:
+        if one.get("kv_connector") == CONNECTOR:
+            one["kv_connector_extra_config"] = {**(one.get("kv_connector_extra_config") or {}), key: value}
+
+
 def own_connector(connector: Any) -> Any:
     """kvpolicy's connector: ``connector`` itself, or the one among those of a MultiConnector; None where there is
     none."""

@@ -10,7 +10,6 @@ have done, and the reason is counted. Counting, recording, measuring and learnin
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -73,7 +72,7 @@ class Controller:
         """What requests say of themselves."""
         self.next_step = 0
         """Number of the next step in table ``steps``."""
-        self._complain, self._load_policy = complain, load_policy
+        self._complain, self.load_policy = complain, load_policy
         self.prompts: PromptCache | None = None
         """None where host memory is for preempted requests only; see :meth:`cache_prompts`."""
         self.tables: BlockTables | None = None
@@ -95,7 +94,7 @@ class Controller:
         self._preemptions = 0
         self.swaps = Swaps(copies, self.ledger, self.observers)
         # Some versions of vLLM do not shut down an engine in a script's own process: its records would be lost.
-        self._keep = weakref.finalize(self, self.observers.close)
+        self._keep = self.observers.close_with(self)
         self._take_charge(memory)
 
     def keep_tables(self, tables: BlockTables | None) -> None:
@@ -129,12 +128,17 @@ class Controller:
         self.decider.pin(kind)
         self._labels = dict(labels or {})
 
-    def adopt(self, name: str) -> None:
-        """Switch to another policy. Raises as at start-up where it cannot be loaded or does not fit."""
-        policy = self._load_policy(name)
-        self.metrics.show_policy(self.decider.policy, 0)
-        self.decider.adopt(policy)
+    def adopt(self, name: str | Policy) -> None:
+        """Switch to another policy, by name or loaded. Raises as at start-up where it cannot be loaded or does not
+        fit."""
+        former = self.decider.policy
+        self.decider.adopt(name if isinstance(name, Policy) else self.load_policy(name))
+        self.metrics.show_policy(former, 0)
         self._take_charge(None)
+
+    def show_service(self) -> None:
+        """Report the present order, and shadow mode, in the metrics."""
+        self.metrics.show_service(self.order.label, self.decider.shadow)
 
     def _take_charge(self, memory: Memory | None) -> None:
         """Report the present policy in the metrics; measure and learn if it can."""

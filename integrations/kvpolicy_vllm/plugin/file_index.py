@@ -6,6 +6,7 @@ admitted. So a request never waits with blocks for a file, and whatever fails, i
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,31 +15,36 @@ from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport
 
+logger = logging.getLogger(f"vllm.{__name__}")
+
 SHARE = 4
 """Of host slots, stores and loads of files hold at most one in so many."""
 MAX_WAIT_S = 10.0
-"""A request waits so long for its blocks to come from files, and is computed then."""
+"""A request waits so long for its blocks to come from files, and is computed then. What not all ranks have reported for
+so long is late."""
+WARNING_EVERY_S = 60.0
 Count = Callable[[str, int], None]
 
 
 @dataclass(slots=True, eq=False)
 class Under:
-    """A store or a load that some rank has not reported. Its copy keeps the slots."""
+    """A store or a load that some rank has not reported. Its copy keeps the slots. ``began_s``: on the clock of the
+    index."""
 
     copy: HostCopy
     keys: tuple[bytes, ...]
     """As the workers know them."""
     blocks: list[HostBlock]
+    began_s: float
     chain: tuple[bytes, ...] = ()
     """Of a load: keys in host memory of all blocks up to its last one."""
-    began_s: float = 0.0
     reports: int = 0
     failed: set[bytes] = field(default_factory=set)
 
 
 class FileIndex:
-    """One per engine core. ``ranks``: how many workers keep files, each its part of every block. ``count``: counts
-    blocks by what happened to them."""
+    """One per engine core. ``ranks``: how many workers keep files, each its part of every block. ``clock``: the
+    controller's. ``count``: counts blocks by what happened to them."""
 
     def __init__(self, pool: HostStore, ranks: int, block_bytes: int, clock: Callable[[], float], count: Count) -> None:
         self._pool, self._ranks, self._block_bytes = pool, ranks, block_bytes
@@ -47,6 +53,11 @@ class FileIndex:
         self._there: dict[bytes, int] = {}
         """By digest of a content's key, how many ranks have it."""
         self._under: dict[int, Under] = {}
+        """By number, those that are not late, in the order in which they began."""
+        self._late: dict[int, Under] = {}
+        self._warned_s: float | None = None
+        self._since_s: float | None = None
+        """When ranks could first say what an earlier server left."""
         self._storing: set[bytes] = set()
         """Keys of contents that are being stored, as the workers know them."""
         self._coming: dict[bytes, Under] = {}
@@ -62,13 +73,18 @@ class FileIndex:
 
     @property
     def under_way(self) -> bool:
-        """Whether reports of workers are awaited."""
-        return bool(self._under) or not self.ready
+        """Whether reports of workers are awaited, late ones not."""
+        return bool(self._under) or self.starting
 
     @property
     def ready(self) -> bool:
         """Whether all ranks have said what an earlier server left."""
         return self._ready >= self._ranks
+
+    @property
+    def starting(self) -> bool:
+        """Whether some rank has yet to say what an earlier server left, and it has not taken too long."""
+        return not self.ready and (self._since_s is None or self._clock() < self._since_s + MAX_WAIT_S)
 
     def leading(self, keys: Iterable[bytes]) -> int:
         """How many of these contents are in files, up to the first one that is not."""
@@ -124,7 +140,7 @@ class FileIndex:
         parent = None if node.parent is None else node.parent.key
         before = (self._salt + parent,) if isinstance(parent, bytes) else ()
         self._storing.update(keys)
-        self._begin(Under(copy, keys, list(run)), self._stores, (*before, *keys))
+        self._begin(Under(copy, keys, list(run), self._clock()), self._stores, (*before, *keys))
 
     def fetch(self, chain: Sequence[bytes], first: int, count: int) -> bool:
         """Bring ``count`` contents of a chain to host memory, from index ``first`` on; False where there is room for
@@ -135,7 +151,7 @@ class FileIndex:
         copy = HostCopy(0, loading=True)
         blocks = self._pool.bring(copy, count)
         keys = tuple(self._salt + key for key in chain[first : first + count])
-        under = Under(copy, keys, blocks, tuple(chain[: first + count]), self._clock())
+        under = Under(copy, keys, blocks, self._clock(), tuple(chain[: first + count]))
         self._coming.update(dict.fromkeys(keys, under))
         self._begin(under, self._loads)
         return True
@@ -144,6 +160,33 @@ class FileIndex:
         """Whether the content is on its way to host memory, and it has not taken too long."""
         under = self._coming.get(self._salt + key)
         return under is not None and self._clock() < under.began_s + MAX_WAIT_S
+
+    def note_late(self) -> None:
+        """Await no more what workers have not reported for too long: nobody waits for it, and no other request finds
+        its contents in files. Called once a step.
+
+        Its slots stay taken until every rank has reported it, for a worker may still be writing to them. They count
+        towards what stores and loads may hold, so that lost reports never cost more of host memory than that."""
+        now = self._clock()
+        self._since_s = now if self._since_s is None else self._since_s
+        late = []
+        for number, under in self._under.items():
+            if now < under.began_s + MAX_WAIT_S:
+                break
+            late.append(number)
+        for number in late:
+            under = self._late[number] = self._under.pop(number)
+            self._count("late", len(under.keys))
+            if under.chain:
+                for key in under.keys:
+                    self._there.pop(digest_of_key(key), None)
+        if late and (self._warned_s is None or now >= self._warned_s + WARNING_EVERY_S):
+            self._warned_s = now
+            slots = sum(len(under.blocks) for under in self._late.values())
+            logger.warning(
+                "kvpolicy: workers have not reported blocks that go to files or come from them for %g s; their %d "
+                "host slots stay in use until they do (counted as cache_blocks, event 'late')", MAX_WAIT_S, slots
+            )  # fmt: skip
 
     def take_jobs(self) -> tuple[tuple[tuple[bytes, ...], ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
         """Keys of prompts that have arrived, stores and loads, since the last call."""
@@ -157,12 +200,13 @@ class FileIndex:
             self._ready += report.ready
             for digest in report.found:
                 self._there[digest] = self._there.get(digest, 0) + 1
-            under = self._under.get(report.number)
+            of = self._late if report.number in self._late else self._under
+            under = of.get(report.number)
             if under is not None:
                 under.failed.update(report.failed)
                 under.reports += 1
                 if under.reports == self._ranks:
-                    del self._under[report.number]
+                    del of[report.number]
                     self._settle(under)
             for digest in report.gone:
                 self._there.pop(digest, None)
@@ -174,7 +218,7 @@ class FileIndex:
         self._there.clear()
         self._coming.clear()
         self._prompts = []
-        for under in self._under.values():
+        for under in (*self._under.values(), *self._late.values()):
             under.failed.update(map(digest_of_key, under.keys))
 
     def _room(self) -> int:
@@ -206,7 +250,9 @@ class FileIndex:
         for key, ok in zip(under.keys, done, strict=True):
             if self._coming.get(key) is under:
                 del self._coming[key]
-            if not ok:
+            if ok:  # one that was late was taken for not there
+                self._there[digest_of_key(key)] = self._ranks
+            else:
                 self._there.pop(digest_of_key(key), None)
         right = [block for block, ok in zip(under.blocks, done, strict=True) if ok]
         places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]

@@ -18,7 +18,7 @@ from kvpolicy_vllm.plugin.block_tables import Position
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, NO_SLOT, Direction, Job, StepJobs, Transfer
 from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 MAX_FAILURES_IN_A_ROW = 5
 FIRST_SUSPENSION_S = 10.0

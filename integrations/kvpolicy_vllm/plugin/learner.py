@@ -17,7 +17,7 @@ from kvpolicy.policy import Decider, Feedback, LearningPolicy
 from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
 from kvpolicy_vllm.plugin.settings import TEACH
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 MAX_AWAITED = 4096
 """Maximum number of decisions that await their cost; beyond it the oldest are dropped."""

@@ -12,7 +12,7 @@ from typing import Any
 from kvpolicy.request_marks import KEY, REASONS, InvalidMarks, Marks, read_marks
 from kvpolicy_vllm.plugin.observers import Tally
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 ACTION_VERSION = "1"
 """Version of the KV hint action that is read."""

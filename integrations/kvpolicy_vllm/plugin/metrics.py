@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -23,10 +23,20 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "copy_bytes": ("Bytes copied, all ranks.", ("direction",)),
     "copy_microseconds": ("Time copies took, slowest rank.", ("direction",)),
     "predicted_cost_microseconds": ("Engine time that what was executed was expected to cost.", ("executed",)),
+    "other_cheaper": (
+        "Preemptions of which the other option was expected to be cheaper: of recomputes, a swap would have paid.",
+        ("executed",),
+    ),
     "avoidable_cost_microseconds": ("Engine time by which the other option was expected to be cheaper.", ("executed",)),
     "measured_preemptions": ("Resumed preemptions whose cost was measured in full.", ("executed",)),
     "victim_delay_microseconds": ("Measured delay of preempted requests, less their wait for blocks.", ("executed",)),
     "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
+    "shadow_preemptions": ("Preemptions in shadow mode with both options, by what was intended.", ("intended",)),
+    "shadow_cost_microseconds": (
+        "Engine time that, in shadow mode, what was intended and what was executed in its place were expected to cost.",
+        ("option",),
+    ),
+    "shadow_untold": ("Preemptions in shadow mode of which nothing can be said, by why.", ("reason",)),
     "fallbacks": ("Recomputed for another reason than that the policy chose to.", ("reason",)),
     "measuring_failed": ("Times that measuring preemptions' costs, or learning from one, failed.", ()),
     "displaced": ("Requests displaced for others by the order of service.", ()),
@@ -47,6 +57,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hinted_blocks": ("KV blocks of the cache of prompts by what became of hints about them.", ("event",)),
     "hints_failed": ("Times that heeding a request's hints about its KV failed.", ()),
     "resume_undecided": ("Times that deciding at resume failed; what was saved was loaded.", ()),
+    "control_changes": ("Changes of the control file, applied or refused.", ("result",)),
     "records_dropped": ("Trace rows that could not be written.", ()),
     "extrapolated": ("Decisions outside what the cost model was trained on.", ()),
 }
@@ -62,13 +73,40 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tier",),
     ),
     "open_preemptions": ("Preempted requests not yet back.", ()),
+    "order": ("1 for the present order of service, 0 for a former one.", ("order",)),
+    "shadow": ("1 while decisions are only recorded and every victim is recomputed.", ()),
     "cost_model": ("1, labelled with the policy and the digest of its cost model.", ("policy", "digest")),
 }
 
 
+HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
+    "victim_delay_seconds": (
+        "Measured delay of resumed requests, less their wait for blocks.",
+        ("executed",),
+        (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    ),
+    "copy_seconds": (
+        "Time that one copy took, slowest rank.",
+        ("direction",),
+        (1e-4, 2.5e-4, 1e-3, 2.5e-3, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0),
+    ),
+    "price_error_seconds": (
+        "Distance of a preemption's measured engine time from the predicted one, whichever is longer.",
+        ("executed",),
+        (1e-4, 2.5e-4, 1e-3, 2.5e-3, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5),
+    ),
+}
+
+FROM_ZERO = (
+    "fallbacks|reason=error", "control_changes|result=applied", "control_changes|result=refused", "records_dropped",
+)  # fmt: skip
+"""Counters that are there from the start. Prometheus takes one that appears with its first count for one that has not
+risen, and an alert on the rise would miss it."""
+
+
 @dataclass
 class KVPolicyStats(KVConnectorStats):
-    """``data``: {"counters": {key: added}, "gauges": {key: value}}."""
+    """``data``: {"counters": {key: added}, "gauges": {key: value}, "observed": {key: values}}."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -80,7 +118,10 @@ class KVPolicyStats(KVConnectorStats):
         for name, amount in other.data.get("counters", {}).items():
             counters[name] = counters.get(name, 0) + amount
         gauges = self.data.get("gauges", {}) | other.data.get("gauges", {})
-        return KVPolicyStats({"counters": counters, "gauges": gauges})
+        observed = {key: list(values) for key, values in self.data.get("observed", {}).items()}
+        for key, values in other.data.get("observed", {}).items():
+            observed.setdefault(key, []).extend(values)
+        return KVPolicyStats({"counters": counters, "gauges": gauges} | ({"observed": observed} if observed else {}))
 
     def reduce(self) -> dict[str, int | float]:
         """For the periodic log line: totals over labels."""
@@ -108,11 +149,25 @@ class KVPolicyPromMetrics(KVConnectorPromMetrics):
                     name=f"vllm:kvpolicy_{name}", documentation=text, labelnames=[*labelnames, *labels], **options
                 )
 
+        for name, (text, labels, buckets) in HISTOGRAMS.items():
+            self._metrics[name] = metric_types[Histogram](
+                name=f"vllm:kvpolicy_{name}",
+                documentation=text,
+                labelnames=[*labelnames, *labels],
+                buckets=list(buckets),
+            )
+        for engine in self.per_engine_labelvalues:
+            for key in FROM_ZERO:
+                self._child(key, engine)
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, amount in transfer_stats_data.get("counters", {}).items():
             self._child(key, engine_idx).inc(max(0, amount))
         for key, value in transfer_stats_data.get("gauges", {}).items():
             self._child(key, engine_idx).set(value)
+        for key, values in transfer_stats_data.get("observed", {}).items():
+            for value in values:
+                self._child(key, engine_idx).observe(value)
 
     def _child(self, key: str, engine_idx: int) -> Any:
         name, *labels = key.split("|")

@@ -6,7 +6,9 @@ observer that fails starts afresh or, after repeated failures, is dropped, witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any
@@ -21,6 +23,9 @@ from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
 
+MAX_OBSERVED = 1000
+MAX_PRICED = 4096
+"""Predicted costs that await the measured ones; beyond it the oldest are dropped."""
 MAX_FAILURES = 5
 """An observer is dropped after this many failures without success in between."""
 
@@ -138,6 +143,7 @@ class Observers:
         self._complain = complain
         self._all: tuple[Observer, ...] = ()
         self._given_up: tuple[Observer, ...] = ()
+        self._to_close: list[Observer] = []
         self._following: dict[str, tuple[Callable[..., None], ...]] = dict.fromkeys(EVENTS, ())
         self.follow_steps = False
         """Whether an observer follows steps beyond the tokens they recompute."""
@@ -167,15 +173,19 @@ class Observers:
         return bool(self._following[event])
 
     def close(self) -> None:
-        self.tell("idle")  # all begin to write before the first one waits for its disk
-        for observer in (*self._all, *self._given_up):
-            try:
-                observer.close()
-            except Exception:  # noqa: BLE001  # the other observers must still be closed
-                self._complain("what was followed could not be written at the end")
+        _close(self._to_close, self._complain)
+
+    def close_with(self, owner: Any) -> weakref.finalize[..., Any]:
+        """Close the observers when that object is gone, or when what is returned is called.
+
+        Until then only those are held that have something to close. Others know the engine's copies and, by
+        them, all of it.
+        """
+        return weakref.finalize(owner, _close, self._to_close, self._complain)
 
     def _follow(self, observers: tuple[Observer, ...]) -> None:
         self._all = observers
+        self._to_close[:] = (one for one in (*observers, *self._given_up) if type(one).close is not Observer.close)
         for event in EVENTS:
             default = getattr(Observer, event)
             self._following[event] = tuple(
@@ -189,6 +199,17 @@ class Observers:
             self._complain(observer.given_up)
             self._given_up += (observer,)
             self._follow(tuple(other for other in self._all if other is not observer))
+
+
+def _close(observers: Sequence[Observer], complain: Callable[[str], None]) -> None:
+    for observer in observers:
+        with suppress(Exception):  # an error in writing is told by close()
+            observer.idle()  # all begin to write before the first one waits for its disk
+    for observer in observers:
+        try:
+            observer.close()
+        except Exception:  # noqa: BLE001  # the other observers must still be closed
+            complain("what was followed could not be written at the end")
 
 
 # ---- what survives on the device ----
@@ -231,6 +252,7 @@ class Tally:
         self.totals: dict[str, float] = {}
         self.gauges: dict[str, float] = {}
         self._added: dict[str, float] = {}
+        self._observed: dict[str, list[float]] = {}
         self._gauges_moved = False
         self.unreported = False
         """Whether anything changed since the last report."""
@@ -240,6 +262,13 @@ class Tally:
         self.totals[counter] = self.totals.get(counter, 0) + amount
         self._added[counter] = self._added.get(counter, 0) + amount
         self.unreported = True
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add to a histogram. Beyond :data:`MAX_OBSERVED` values between two reports, further ones are left out."""
+        values = self._observed.setdefault(key(name, **labels), [])
+        if len(values) < MAX_OBSERVED:
+            values.append(value)
+            self.unreported = True
 
     def set(self, name: str, value: float, **labels: str) -> None:
         gauge = key(name, **labels)
@@ -256,12 +285,15 @@ class Tally:
         """Whether an idle engine should step once more to report. Not for dropped records: a step makes new ones."""
         return self._gauges_moved or any(counter != "records_dropped" for counter in self._added)
 
-    def report(self) -> dict[str, dict[str, float]] | None:
-        """Increases of the counters since the last report, and all gauges; None where nothing changed."""
+    def report(self) -> dict[str, dict[str, Any]] | None:
+        """Increases of the counters and values of the histograms since the last report, and all gauges; None where
+        nothing changed."""
         if not self.unreported:
             return None
-        report = {"counters": self._added, "gauges": dict(self.gauges)}
-        self._added = {}
+        report: dict[str, dict[str, Any]] = {"counters": self._added, "gauges": dict(self.gauges)}
+        if self._observed:
+            report["observed"] = self._observed
+        self._added, self._observed = {}, {}
         self._gauges_moved = self.unreported = False
         return report
 
@@ -275,8 +307,11 @@ class MetricsCounter(Observer):
         self.tally = Tally()
         self._copies, self._ledger = copies, ledger
         self._shown = (-1, -1, -1)
+        self._orders: set[str] = set()
+        self._predicted_s: dict[str, float] = {}
+        """By preemption."""
 
-    def report(self) -> dict[str, dict[str, float]] | None:
+    def report(self) -> dict[str, dict[str, Any]] | None:
         """See :meth:`Tally.report`."""
         if not self.tally.unreported and self._shown == self._levels():
             return None  # true in nearly every step
@@ -298,6 +333,13 @@ class MetricsCounter(Observer):
         """Set the gauge of a policy: 1 for the present policy, 0 for a former one."""
         digest = "" if policy.cost_model is None else str(policy.cost_model.digest)
         self.tally.set("cost_model", value, policy=policy.label, digest=digest)
+
+    def show_service(self, order: str, shadow: bool) -> None:
+        """Set the gauges of the present order, and to 0 those of former ones."""
+        self._orders.add(order)
+        for label in self._orders:
+            self.tally.set("order", int(label == order), order=label)
+        self.tally.set("shadow", int(shadow))
 
     def _set_gauges(self) -> None:
         self._shown = self._levels()
@@ -334,6 +376,11 @@ class MetricsCounter(Observer):
                 self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=decision.executed)
                 avoidable_s = cost.engine_s - min(other.engine_s for other in decision.costs)
                 self.tally.add("avoidable_cost_microseconds", avoidable_s * 1e6, executed=decision.executed)
+                if avoidable_s > 0:
+                    self.tally.add("other_cheaper", executed=decision.executed)
+                self._predicted_s[pending.identity.preemption_id] = cost.engine_s
+                if len(self._predicted_s) > MAX_PRICED:
+                    del self._predicted_s[next(iter(self._predicted_s))]
         if any(cost.extrapolated for cost in decision.costs):
             self.tally.add("extrapolated")
 
@@ -344,6 +391,7 @@ class MetricsCounter(Observer):
         slowest = settled.slowest
         self.tally.add("copy_bytes", settled.moved_bytes, direction=settled.direction)
         self.tally.add("copy_microseconds", (slowest.end_s - slowest.start_s) * 1e6, direction=settled.direction)
+        self.tally.observe("copy_seconds", slowest.end_s - slowest.start_s, direction=settled.direction)
 
     def loaded(self, request_id: str, tokens: int) -> None:
         self.tally.add("loaded_tokens", tokens)
@@ -353,8 +401,10 @@ class MetricsCounter(Observer):
 
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         if outcome.ended != "resumed":
+            self._predicted_s.pop(opened.preemption_id, None)
             return
         self.tally.add("resumed", executed=opened.executed)
+        self.tally.observe("victim_delay_seconds", outcome.victim_delay_s, executed=opened.executed)
         self.tally.add("victim_delay_microseconds", outcome.victim_delay_s * 1e6, executed=opened.executed)
         self.tally.add("wait_blocks_microseconds", outcome.wait_blocks_s * 1e6, executed=opened.executed)
 
@@ -362,6 +412,9 @@ class MetricsCounter(Observer):
         assert cost.executed is not None
         self.tally.add("measured_preemptions", executed=cost.executed)
         self.tally.raise_by("measured_cost_microseconds", cost.engine_s * 1e6, executed=cost.executed)
+        predicted_s = self._predicted_s.pop(cost.preemption_id, None)
+        if predicted_s is not None:
+            self.tally.observe("price_error_seconds", abs(cost.engine_s - predicted_s), executed=cost.executed)
 
     def repeated(self, step: Step[OpenPreemption]) -> None:
         self.tally.add("recomputed_tokens", step.recomputed_tokens)

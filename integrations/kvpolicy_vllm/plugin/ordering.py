@@ -6,6 +6,7 @@ running requests loses its blocks, and is given queues of its own public interfa
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
@@ -27,6 +28,11 @@ READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 Answer = TypeVar("Answer")
 MAX_MOVED = 8
 """More requests than that are put in order by sorting all."""
+
+
+def by_arrival(request: Any) -> tuple[float, str]:
+    """Sorts requests as they came."""
+    return request.arrival_time, request.request_id
 
 
 class Ordering:
@@ -138,6 +144,23 @@ class Ordering:
             del self._arrival_of[request]
             del self._marks_of[request]
             self.lookout.happened()
+
+    def take_over(self, running: Sequence[Any], queued: Mapping[str, Sequence[Any]]) -> None:
+        """Rank requests that came before this order: those that run, and those that waited, by the attribute of the
+        scheduler's queue. Between two steps."""
+        scheduler, before = self._scheduler, self.arrived_at
+        offset_s = self._clock() - time.time()
+        self.arrived_at = lambda request: min(self._clock(), request.arrival_time + offset_s)
+        try:
+            for request in sorted(running, key=by_arrival):
+                self._arrived(request)
+                self.ranks.admitted(request, self._step, self.view())
+            for name, requests in queued.items():
+                for request in sorted(requests, key=by_arrival):
+                    getattr(scheduler, name).add_request(request)
+        finally:
+            self.arrived_at = before
+        scheduler.running.sort(key=self.ranks.key)
 
     # ---- around a step ----
 

@@ -13,10 +13,11 @@ from typing import Any
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import Guarded
-from kvpolicy.events import Cause, Preemption
+from kvpolicy.cost.block_price import block_price
+from kvpolicy.events import Cause
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
-from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, FileIndex
+from kvpolicy_vllm.plugin.file_index import FileIndex
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.marks import MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs
@@ -25,7 +26,8 @@ from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
 
 FILE_TIER = "files"
 WORTH_STEPS = 256
-"""Steps for which it is remembered which lengths are worth storing: predictions change with the batch."""
+"""Steps for which prices, and which lengths are worth storing, are remembered: predictions change with the batch and by
+what is learned."""
 
 
 @dataclass(slots=True)
@@ -61,8 +63,10 @@ class PromptCache:
         """Full blocks of the prompt of each unfinished request."""
         self._found: dict[str, Found] = {}
         """By request that waits."""
+        self.prices: BlockPrices | None = None
+        """Those of the caching policy, kept up to date with the policy of the server."""
         self._worth: dict[int, bool] = {}
-        self._worth_until = 0
+        self._worth_until, self._decides = 0, (decider.policy, decider.shadow)
         self._now: Callable[[], float] = lambda: 0.0
         self._stale: set[str] = set()
         """Requests that hold blocks computed before the last reset, which are not what their keys stand for."""
@@ -71,28 +75,39 @@ class PromptCache:
         copies.pool.worth_storing = self._is_worth_storing
         self.files: FileIndex | None = None
         """None where prompts are not in files; see :meth:`keep_files`."""
-        self._asked_files: dict[str, float | None] = {}
-        """By request that waits for workers to say what is in files, since when; None where it was decided."""
+        self._asked_files: set[str] = set()
+        """Unfinished requests of which was decided whether they wait for files."""
 
-    def keep_files(self, ranks: int, clock: Callable[[], float]) -> None:
+    def keep_files(self, ranks: int) -> None:
         """Store prompts in files, too. ``ranks``: how many workers keep files."""
 
         def count(event: str, blocks: int) -> None:
             if blocks:
                 self._tally.add("cache_blocks", blocks, tier=FILE_TIER, event=event)
 
-        self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, clock, count)
+        self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
         self._copies.saved = self.files.saved
 
     def __len__(self) -> int:
         """Number of requests of which anything is remembered."""
-        return len(self._asked_blocks.keys() | self._found.keys() | self._asked_files.keys() | self._stale)
+        return len(self._asked_blocks.keys() | self._found.keys() | self._asked_files | self._stale)
 
     def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
         self._scheduler, self._now = scheduler, clock
         self.count()
-        if step >= self._worth_until:
-            self._worth, self._worth_until = {}, step + WORTH_STEPS
+        if self.files is not None:
+            self.files.note_late()
+        (policy, shadow), decider = self._decides, self._decider
+        if step >= self._worth_until or decider.policy is not policy or decider.shadow != shadow:
+            self._worth_until, self._decides = step + WORTH_STEPS, (decider.policy, decider.shadow)
+            self._price_anew()
+
+    def _price_anew(self) -> None:
+        """Predicted costs may be others by now: of another policy or batch, or by what was learned;
+        and in shadow mode nothing is loaded."""
+        self._worth, self._found = {}, {}
+        if self.prices is not None:
+            self.prices.renew()
 
     # ---- what requests have ----
 
@@ -134,7 +149,7 @@ class PromptCache:
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
-        self._asked_files.pop(request.request_id, None)
+        self._asked_files.discard(request.request_id)
         self._stale.discard(request.request_id)
 
     def forget(self) -> None:
@@ -236,11 +251,11 @@ class PromptCache:
             return False
         if files.is_coming(keys[0]):
             return True
-        if self._asked_files.get(request.request_id, now) is None:
+        if request.request_id in self._asked_files:
             return False
-        if not files.ready and now < (self._asked_files.setdefault(request.request_id, now) or now) + MAX_WAIT_S:
+        if files.starting:
             return True
-        self._asked_files[request.request_id] = None
+        self._asked_files.add(request.request_id)
         blocks = files.leading(keys)
         if not blocks or why_not_loadable(request, self._scheduler, self._copies, now):
             return False
@@ -282,13 +297,6 @@ class PromptCache:
             known = self._worth[blocks] = self._is_worth_loading(None, (0, blocks, 0))
         return known and not self._copies.health.suspended(self._now())
 
-    def idle_situation(self, blocks: int) -> Preemption:
-        """That of a request with so many blocks in host memory, alone in the engine."""
-        situation = prompt_situation(self._scheduler, self._copies, blocks * self._size, 0, 0.0)
-        return replace(
-            situation, running_requests=0, batch_tokens=0, waiting_requests=0, queued_save_bytes=0, queued_load_bytes=0
-        )
-
     @property
     def _size(self) -> int:
         return int(self._scheduler.block_size)
@@ -298,41 +306,34 @@ class PromptCache:
 
 
 class BlockPrices:
-    """Engine seconds that each block of a prompt saves where it is loaded and not computed, by its position, for the
-    caching policy by cost. 1 for every block where the policy of the server predicts no costs.
+    """:func:`kvpolicy.cost.block_price.block_price` by the costs that the server's policy predicts now, for the caching
+    policy by cost.
 
-    ``failed``: called where predicting them raised, while the exception is handled; the block is worth nothing then.
+    ``failed``: called where predicting them raised, while the exception is handled; all blocks are worth nothing then,
+    until prices are renewed.
     """
 
-    MIN_S = 1e-9
+    def __init__(self, decider: Decider, block_size: int, block_bytes: int, failed: Callable[[], None]) -> None:
+        self._decider, self._block_size, self._block_bytes, self._failed = decider, block_size, block_bytes, failed
+        self.segment_bytes: Callable[[], int] = lambda: block_bytes
+        """Contiguous bytes of a block, as far as is known."""
+        self._price: Callable[[int], float] | None = None
 
-    def __init__(
-        self, costs: Callable[[Preemption], tuple[float, float] | None], failed: Callable[[], None] = lambda: None
-    ) -> None:
-        self._costs, self._failed = costs, failed
-        self.situation: Callable[[int], Preemption] | None = None
-        """That of a request with so many blocks in host memory; set before blocks are compared."""
-        self._known: dict[int, float] = {}
+    def renew(self) -> None:
+        """Predict anew when the next block is priced."""
+        self._price = None
 
     def __call__(self, position: int) -> float:
-        price = self._known.get(position)
-        if price is None:
+        if self._price is None:
             try:
-                price = self._known[position] = self._price(position)
+                self._price = block_price(
+                    self._decider.predict, self._block_size, self._block_bytes, self.segment_bytes()
+                )
             # The boundary between a policy and a server: what is given up is computed when it is asked for again.
             except Exception:  # noqa: BLE001
                 self._failed()
-                return self.MIN_S
-        return price
-
-    def _price(self, position: int) -> float:
-        assert self.situation is not None
-        after = self._costs(self.situation(position + 1))
-        before = self._costs(self.situation(position)) if position else (0.0, 0.0)
-        if before is None or after is None:
-            return 1.0
-        loading_s = after[1] - before[1] if position else 0.0  # what every load takes is no block's own
-        return max(self.MIN_S, after[0] - before[0] - loading_s)
+                self._price = lambda position: 0.0
+        return self._price(position)
 
 
 def caching_policy(

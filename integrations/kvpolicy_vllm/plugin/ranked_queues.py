@@ -94,10 +94,19 @@ class RankedQueues:
     def __iter__(self) -> Iterator[OrderedQueue[Any]]:
         return iter((self.holding, self.waiting))
 
-    def give_back(self) -> None:
-        """Let vLLM have its own queues again. Nobody may wait."""
+    def give_back(self) -> dict[str, list[Any]]:
+        """Let vLLM have its own queues again, which are empty; return who waited in which."""
+        waited = {name: list(getattr(self._scheduler, name)) for name in self._replaced}
         for name, queue in self._replaced.items():
             setattr(self._scheduler, name, queue)
+        return waited
+
+    def taken_from_vllm(self) -> dict[str, list[Any]]:
+        """Those who waited in vLLM's own queues, which are empty from now on."""
+        waited = {name: list(queue) for name, queue in self._replaced.items()}
+        for name, queue in self._replaced.items():
+            queue.remove_requests(waited[name])
+        return waited
 
     def renew(self, changed: Sequence[Any]) -> None:
         """Put those of the requests that wait where their present keys belong."""

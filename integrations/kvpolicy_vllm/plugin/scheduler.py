@@ -9,6 +9,7 @@ exactly as stock vLLM does, but that no request finds blocks which no step has c
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,17 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.order import Order, is_stock
+from kvpolicy.order import spec as orders
+from kvpolicy.policy import Policy
 from kvpolicy_vllm.plugin.connector_list import own_connector
+from kvpolicy_vllm.plugin.control_file import ControlFile, Start
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
-from kvpolicy_vllm.plugin.ordering import Ordering
+from kvpolicy_vllm.plugin.operator_log import named
+from kvpolicy_vllm.plugin.ordering import Ordering, by_arrival
 from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
 from kvpolicy_vllm.plugin.running_order import RunningOrder
+from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.tested_setups import warn_untested_connectors, warn_untested_states
 from kvpolicy_vllm.plugin.versions import (
     UnsupportedEngine,
@@ -37,6 +43,27 @@ from kvpolicy_vllm.plugin.versions import (
 
 if TYPE_CHECKING:
     from kvpolicy.events import Cause
+
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def control_of(settings: Settings, controller: Controller) -> ControlFile | None:
+    """The file by which the operator switches; None where there is none."""
+    if settings.control is None:
+        return None
+
+    def load_order(name: str) -> Order:
+        return orders.load(name, settings.allow_python_policies)
+
+    start = Start(settings.order, settings.shadow)
+    return ControlFile(settings.control, start, controller.load_policy, load_order).watch()
+
+
+def same_policy(one: Policy, other: Policy) -> bool:
+    """Whether two policies decide alike: of one name, and by one cost model, which may have been made anew."""
+    digests = {None if policy.cost_model is None else policy.cost_model.digest for policy in (one, other)}
+    return one.label == other.label and len(digests) == 1
 
 
 def _throttles(throttle_prefills: bool = False, *args: Any, **kwargs: Any) -> bool:
@@ -90,22 +117,21 @@ class PolicyHooks:
         self.ordering: Ordering | None = None
         """None where vLLM's own order serves."""
         self.serve_by(self.kvpolicy.order)
+        self.kvpolicy.show_service()
+        self.control = control_of(own.settings, self.kvpolicy)
 
     def serve_by(self, order: Order) -> None:
-        """Serve by this order from now on. The engine must be idle."""
-        if self.requests:
-            raise RuntimeError(f"{len(self.requests)} requests are unfinished: an order is set while there are none")
-        if self.ordering is not None:
-            self.ordering.queues.give_back()
-            self.ordering = None
+        """Serve by this order from now on, between two steps; whoever runs or waits is ranked anew.
+
+        Raises UnsupportedEngine, and changes nothing, where this engine cannot serve by it.
+        """
+        self.refuse_order(order)
+        former, self.ordering = self.ordering, None
+        if former is not None:
+            self._back_to_vllm(former)
         if is_stock(order, self.policy.value):
             return
-        refuse_order(order, self.policy.value)
-        if self.vllm_config.speculative_config is not None:
-            raise UnsupportedEngine(f"kvpolicy does not serve {drafts_beside(order.name)}")
         controller = self.kvpolicy
-        if controller.beside:
-            raise UnsupportedEngine(loads_beside(order.name, controller.beside[0]))
         self.ordering = Ordering(
             order, self, lambda: controller.clock(), controller.price, controller.order_failed,
             lambda request: controller.marks.of(request), controller.tables,
@@ -113,9 +139,62 @@ class PolicyHooks:
         self.ordering.count = controller.metrics.tally.add
         self.ordering.on_choice = partial(controller.displacing, order.label)
         self.ordering.records_choices = partial(controller.observers.follows, "displacing")
+        if self.requests:
+            self.ordering.take_over(self.running, self.ordering.queues.taken_from_vllm())
+
+    def _back_to_vllm(self, former: Ordering) -> None:
+        """Queue those who wait in vLLM's own queues, and put those who run in the order in which they came."""
+        for name, requests in former.queues.give_back().items():
+            for request in sorted(requests, key=by_arrival):
+                getattr(self, name).add_request(request)
+        self.running.sort(key=by_arrival)
+        self.running_order = RunningOrder(self)
+        for request in self.running:
+            self.running_order.put_last(request)
+
+    def refuse_order(self, order: Order) -> None:
+        """Raise UnsupportedEngine for an order that this engine cannot serve by."""
+        if is_stock(order, self.policy.value):
+            return
+        refuse_order(order, self.policy.value)
+        if self.vllm_config.speculative_config is not None:
+            raise UnsupportedEngine(f"kvpolicy does not serve {drafts_beside(order.name)}")
+        if self.kvpolicy.beside:
+            raise UnsupportedEngine(loads_beside(order.name, self.kvpolicy.beside[0]))
+
+    def _heed(self, control: ControlFile) -> None:
+        """Switch to what the control file asks for, before a step."""
+        controller = self.kvpolicy
+        wanted, refused = control.take()
+        tally = controller.metrics.tally
+        if refused:
+            tally.add("control_changes", refused, result="refused")
+        if wanted is None:
+            return
+        try:
+            self.refuse_order(wanted.order)
+            if not same_policy(wanted.policy, controller.decider.policy):
+                controller.adopt(wanted.policy)
+        # The boundary between what an operator wrote and a server: whatever a policy raises, it serves as before.
+        except Exception as error:  # noqa: BLE001
+            tally.add("control_changes", result="refused")
+            logger.warning("kvpolicy: the control file changes nothing (counted as control_changes): %s", error)
+            return
+        if wanted.order.label != controller.order.label:
+            controller.serve_by(wanted.order)
+            self.serve_by(controller.order)
+        controller.decider.shadow = wanted.shadow
+        controller.show_service()
+        tally.add("control_changes", result="applied")
+        logger.info(
+            "kvpolicy: by the control file from now on: policy %s; order %s; shadow %s",
+            named(wanted.policy), wanted.order.name, "on" if wanted.shadow else "off",
+        )  # fmt: skip
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, loaded_requests = self.kvpolicy, self.loaded_requests
+        if self.control is not None and self.control.news:
+            self._heed(self.control)
         controller.step_begins(self)
         forced_out = self._force_out() if self._forced_out else []
         ordering = self.ordering

@@ -11,9 +11,9 @@ from kvpolicy import cost, fields
 from kvpolicy import policy as policies
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue, option
+from kvpolicy.fields import WrongValue, changed_values, option
 from kvpolicy.policy import Policy
-from kvpolicy.settings import GIB, ServerSettings
+from kvpolicy.settings import DEFAULT_HOST_GIB, GIB, ServerSettings
 
 DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.factory.copier_for"
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
@@ -21,6 +21,10 @@ CONNECTOR = "KVPolicyConnector"
 CONNECTOR_MODULE = "kvpolicy_vllm.connector"
 MULTI_CONNECTOR = "MultiConnector"
 """vLLM's connector that stands for a list of others."""
+SHUTDOWN_S = 20
+"""Seconds that a server with a trace or an online state may take to shut down: for serving its requests to their end
+and for the last writes together. Where the requests take longer, vLLM ends the engine, and the last two seconds of the
+trace and the last five of what was learned are lost. Less than the 30 s after which Kubernetes kills."""
 TEACH = "give it online=on, as in cheapest:COST_MODEL,online=on"
 
 
@@ -72,16 +76,22 @@ class Settings(ServerSettings):
             return self.policy_object
         return policies.load(name or self.policy, loader, self.allow_python_policies)
 
+    @property
+    def pool_gib(self) -> float:
+        """Size of the host pools of one engine core, GiB. Where none was given, the one that was set while vLLM made
+        its configuration, before any process of the engine started, so that all have the same."""
+        return DEFAULT_HOST_GIB if self.host_gib is None else self.host_gib
+
     def refuse_too_much_memory(self, available: int, cores: int = 1) -> None:
         """Raise ValueError where the host pools would take more than half of the ``available`` bytes, unless forced.
 
         ``cores``: data-parallel engine cores on this machine, each with its own pool.
         """
-        if self.host_gib * cores * GIB <= available / 2 or self.force_host_gib:
+        if self.pool_gib * cores * GIB <= available / 2 or self.force_host_gib or self.shadow:  # which takes none
             return
-        requested = f"host_gib is {self.host_gib:g}"
+        requested = f"host_gib is {self.pool_gib:g}"
         if cores > 1:
-            requested += f" for each of {cores} data-parallel engine cores here, {self.host_gib * cores:g} in all"
+            requested += f" for each of {cores} data-parallel engine cores here, {self.pool_gib * cores:g} in all"
         raise InputError(
             f"{requested}, more than half of the {available / GIB:.1f} GiB available now; "
             f'give at most {available / 2 / cores / GIB:.1f}, or "force_host_gib": true'
@@ -114,3 +124,27 @@ def transfer_config(extra: Mapping[str, Any], others: Sequence[Mapping[str, Any]
 def loads(connector: Mapping[str, Any]) -> bool:
     """Whether a connector with these settings loads what others computed, by its role."""
     return connector.get("kv_role") in ("kv_both", "kv_consumer")
+
+
+def options(settings: ServerSettings) -> dict[str, Any]:
+    """The plugin's ``kv_connector_extra_config``: only settings that differ from the defaults, defined in one place.
+
+    Folders become absolute, since the server may be started elsewhere. Raises KVPolicyError for a policy that cannot be
+    loaded.
+    """
+    policy, state_file = settings.policy, settings.online_state
+    values = changed_values(replace(settings, policy=policies.anchored(policy)))
+    if policies.needs_engine(policy):  # cannot be loaded here: only the engine knows its model and device
+        return values
+    loaded = policies.load(values["policy"], allow_python=settings.allow_python_policies)
+    can_learn = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
+    if state_file is not None and not can_learn:
+        raise WrongValue(
+            "online_state", f"is {state_file}, but policy {policy} learns nothing while it serves; {TEACH}"
+        )
+    return values
+
+
+def writes_to_disk(extra: Mapping[str, Any]) -> bool:
+    """Whether the plugin writes files."""
+    return "trace" in extra or "online_state" in extra

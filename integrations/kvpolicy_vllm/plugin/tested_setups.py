@@ -14,7 +14,7 @@ TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector")
 TESTED_MULTIMODAL = {"LlavaForConditionalGeneration": "", "Qwen2VLForConditionalGeneration": "videos"}
 """Architectures that were tested with pictures, and what else they take, which was not."""
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def warn_untested_connectors(names: Iterable[str]) -> None:

@@ -38,7 +38,7 @@ from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
 from kvpolicy_vllm.plugin.step_parts import fill_parts
 from kvpolicy_vllm.plugin.token_times import TokenTimes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class RowWriter(Protocol):

@@ -20,6 +20,7 @@ from kvpolicy import policy as policies
 from kvpolicy.caching import spec as caching
 from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.connector_list import configured, own_settings, problem_of
+from kvpolicy_vllm.plugin.host_share import take_share
 from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
 
@@ -46,7 +47,7 @@ BETWEEN_RELEASES = re.compile(r"\d(a|b|rc)\d|\.dev\d")
 """A release candidate, or a build from untagged sources. Not refused, since nearly all of its code is that of a release
 and refusing would exclude all users who build vLLM."""
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class UnsupportedEngine(KVPolicyError):
@@ -73,11 +74,10 @@ def warn_untested() -> None:
     version = _parsed_version()
     if version is not None and version <= NEWEST and not BETWEEN_RELEASES.search(vllm.__version__):
         return
-    number = ".".join(map(str, version or NEWEST))
     logger.warning(
         "kvpolicy: vLLM %s is taken as %s; tested are the releases %s. Whatever has changed beside them may show as "
         "errors at the start, or as requests that stall",
-        vllm.__version__, number, _range(),
+        vllm.__version__, ".".join(map(str, version or NEWEST)), _range(),
     )  # fmt: skip
 
 
@@ -119,6 +119,8 @@ def refuse_early() -> None:
         return
     refuse_unsupported(config, None)
     settings = Settings.read(own_settings(config.kv_transfer_config))
+    if settings.host_gib is None:
+        take_share(config, bool(platform().is_cpu()))
     if not policies.needs_engine(settings.policy):
         settings.load_policy()
 

@@ -69,6 +69,7 @@ def _environment_kept() -> Iterator[None]:
     """Restore environment variables and suppress logs: vLLM sets and logs much for an engine that is never started."""
     environment, disabled = dict(os.environ), logging.root.manager.disable
     logging.disable(logging.WARNING)
+    os.environ.pop("KVPOLICY", None)  # this engine is given flags
     try:
         yield
     finally:

@@ -1,0 +1,101 @@
+"""Engines that are killed while they write files of KV, and two of them in one folder: every token is unmodified
+vLLM's, and nothing half-written stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.tiers.blocks import files_of
+from tests.vllm import harness, test_file_index
+from tests.vllm.test_file_index import FLEETING, Servers, counted
+
+pytestmark = [pytest.mark.slow, pytest.mark.feature("prompts in files, beyond restarts")]
+first, second, stock = test_file_index.first, test_file_index.second, test_file_index.stock
+PATIENCE_S = 1200.0
+"""Whatever is waited for comes much sooner, except on a machine that is busy with something else."""
+
+
+@pytest.fixture
+def servers(model: str, stock: dict[str, Any], tmp_path: Path) -> Servers:
+    return Servers(model, tmp_path, stock)
+
+
+@contextmanager
+def engine(
+    work: dict[str, Any], folder: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], dict[str, Any]]]]:
+    """An engine that serves meanwhile, and what it comes to, for which that waits. It is killed at the end."""
+    folder.mkdir()
+    (folder / "job").write_text(json.dumps(work))
+    command = [sys.executable, "-m", "tests.vllm.engine_process", str(folder / "job"), str(folder / "result")]
+    with (folder / "output").open("wb") as sink:
+        process = subprocess.Popen(
+            command, env=harness.environment(), cwd=harness.ROOT, stdout=sink, stderr=sink, start_new_session=True
+        )
+
+    def result() -> dict[str, Any]:
+        status = process.wait(timeout=PATIENCE_S)
+        assert status == 0, (folder / "output").read_text()[-4000:]
+        return dict(json.loads((folder / "result").read_text()))
+
+    try:
+        yield process, result
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until, "it does not come about"
+        time.sleep(0.001)
+
+
+def half_written(files: Path) -> list[Path]:
+    return [*files.rglob("writing/*")]
+
+
+def test_an_engine_that_is_killed_while_it_writes(
+    servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The next one finds what was whole, and nothing of the rest stays."""
+    with engine(servers.job(first, **FLEETING), tmp_path / "killed") as (process, _):
+        wait_until(lambda: process.poll() is not None or len(files_of(servers.files)) > 20)
+        assert process.poll() is None, "it was to be killed while it serves"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    there = len(files_of(servers.files))
+    after = servers.serve("second", second)
+    assert counted(after, "loaded") > 0 and counted(after, "load_failed") == 0
+    assert not half_written(servers.files) and len(files_of(servers.files)) >= there
+    assert [path.name for path in servers.files.glob("*/*")] == ["0"]
+
+
+def test_two_engines_in_one_folder(
+    servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Each has files of its own there."""
+    with (
+        engine(servers.job(first), tmp_path / "a") as (_, one),
+        engine(servers.job(second), tmp_path / "b") as (_, two),
+    ):
+        stats = [servers.judged("first", one()), servers.judged("second", two())]
+    for each in stats:
+        assert counted(each, "stored") > 20 and counted(each, "store_failed") == 0
+    assert sorted(path.name for path in servers.files.glob("*/*")) == ["0", "1"]
+    assert not half_written(servers.files)
