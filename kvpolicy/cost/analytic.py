@@ -163,7 +163,7 @@ def untrained(
         f"link {link.name}: {link.source}",
         f"shares of these rates are assumed: {assumed.linear_share.value:g} of compute in linear layers, "
         f"{assumed.attention_share.value:g} in attention, {assumed.weight_share.value:g} of memory bandwidth, "
-        f"{_link_share(engine, assumed):g} of the link",
+        f"{_link_share(engine, assumed):g} of the link{' (pageable host memory)' if engine.pinned is False else ''}",
         f"token budget {_budget(engine)}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}",
     )
     provenance = Provenance(
@@ -273,10 +273,12 @@ def load_cost_model(model: str | Path | CostModel, allow_python: bool = True) ->
     return load(model)
 
 
-def load(name: str | Path) -> FittedModel:
+def load(name: str | Path, pinned: bool = True) -> FittedModel:
     """Load a cost model by name or folder, as :func:`kvpolicy.cost.store.load`, or build an untrained one.
 
     The name of an untrained model is ``analytic:DEVICE[@LINK]:CONFIG``, where CONFIG is a config.json or its folder.
+    ``pinned``: whether its host memory is page-locked; a trained model has that of its measurements.
+
     Raises ModelError for a model that cannot be loaded, and for plain ``analytic``, which needs a running engine;
     WrongValue for anything but a text and a path.
     """
@@ -286,7 +288,7 @@ def load(name: str | Path) -> FittedModel:
             f"cost model {name!r}: names a module, should be a model with laws; a cost model of your own decides in a "
             f"policy, as cheapest:{name}"
         )
-    return _load(name, UNKNOWN_ENGINE, "auto")
+    return _load(name, replace(UNKNOWN_ENGINE, pinned=pinned), "auto")
 
 
 def _load(name: str | Path, engine: EngineSpec, kv_cache_dtype: str) -> FittedModel:

@@ -1,27 +1,35 @@
-"""What a block of a prompt saves that is loaded rather than computed, by its place in the prompt: from a cost model.
+"""What a block of a prompt saves that is loaded rather than computed, by its place in the prompt: from predicted costs.
 
-It is what caching policies weigh. Constant parts, of a step or a transfer, are no block's: prices are marginal.
+It is what caching policies weigh, in a server and in the simulators. Constant parts, of a step or a transfer, are no
+block's: prices are marginal.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvpolicy.cost.model import CostModel
-from kvpolicy.events import Option, Preemption
+from kvpolicy.events import Cost, Option, Preemption
 
 WINDOW_TOKENS = 2048
 """The marginal cost of a token is taken over so many, behind as many others: between them lies a whole step's worth."""
 STARTS = (0, *(2**power for power in range(7)))
 """Windows in front of the block at which prices are evaluated; in between they are linear, beyond them they rise as
 between the last two."""
+Predict = Callable[[Preemption, Sequence[Option]], Sequence[Cost]]
+"""Gives one cost per option, as a cost model's ``predict`` does, or none at all."""
+
+
+def equal_price(index: int) -> float:
+    """Where nothing predicts costs, all blocks save the same."""
+    return 1.0
 
 
 def block_price(
-    model: CostModel, block_size: int, block_bytes: int, segment_bytes: int | None = None, running: int = 0
+    predict: Predict, block_size: int, block_bytes: int, segment_bytes: int | None = None, running: int = 0
 ) -> Callable[[int], float]:
     """Seconds saved by loading a block rather than computing it, by its index in the prompt; 0 where a load costs more.
+    :func:`equal_price` where ``predict`` gives no costs.
 
     All blocks have the same bytes, so that the order of these prices is also that of the prices per byte.
     ``running``: requests that decode beside, each with as many tokens as a window has.
@@ -29,18 +37,21 @@ def block_price(
     window = max(1, WINDOW_TOKENS // block_size)
     at = [start * window for start in STARTS]
 
-    def cost_s(kind: str, before: int, blocks: int) -> float:
-        option = Option("recompute") if kind == "recompute" else Option("swap", (before + blocks) * block_size, "host")
+    def saved_s(before: int, blocks: int) -> float | None:
+        options = Option("recompute"), Option("swap", (before + blocks) * block_size, "host")
         situation = _hit(before, before + blocks, block_size, block_bytes, segment_bytes or block_bytes, running)
-        (cost,) = model.predict(situation, (option,))
-        return cost.recompute_s if kind == "recompute" else cost.load_s
+        costs = predict(situation, options)
+        return costs[0].recompute_s - costs[1].load_s if costs else None
 
-    def marginal_s(kind: str, before: int) -> float:
-        return (cost_s(kind, before, 2 * window) - cost_s(kind, before, window)) / window
+    prices = []
+    for before in at:
+        two, one = saved_s(before, 2 * window), saved_s(before, window)
+        if two is None or one is None:
+            return equal_price
+        prices.append((two - one) / window)
 
     shift = (3 * window - 1) / 2  # the second window is what is priced; this is the mean index of its blocks
     places = [place + shift for place in at]
-    prices = [marginal_s("recompute", place) - marginal_s("swap", place) for place in at]
 
     def price(index: int) -> float:
         right = min(max(1, bisect_right(places, index)), len(places) - 1)

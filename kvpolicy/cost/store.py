@@ -12,7 +12,6 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +23,7 @@ from kvpolicy.cost.model import FittedModel, ModelError, ModelWarning
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
+from kvpolicy.shelf import shelves
 from kvpolicy.stored_values import value_at
 
 
@@ -139,14 +139,8 @@ def forest_of(stored: ForestText) -> Forest:
 
 def shipped() -> tuple[str, ...]:
     """Names of the shipped models."""
-    shelves = [shelf for shelf in _shelves() if shelf.is_dir()]
-    return tuple(sorted({folder.name for shelf in shelves for folder in shelf.iterdir() if (folder / CARD).is_file()}))
-
-
-def _shelves() -> tuple[Traversable, ...]:
-    """Folders of shipped models: in an installed package, or in the checkout of this file."""
-    package = resources.files("kvpolicy")
-    return package / "shipped" / "models", Path(__file__).resolve().parents[2] / "models"
+    folders = [folder for shelf in shelves("models") if shelf.is_dir() for folder in shelf.iterdir()]
+    return tuple(sorted({folder.name for folder in folders if (folder / CARD).is_file()}))
 
 
 def _find(name_or_folder: str | Path) -> Traversable:
@@ -154,7 +148,7 @@ def _find(name_or_folder: str | Path) -> Traversable:
     shipped_folder = None
     if os.sep not in str(name_or_folder):
         shipped_folder = next(
-            (shelf / folder.name for shelf in _shelves() if (shelf / folder.name / CARD).is_file()), None
+            (shelf / folder.name for shelf in shelves("models") if (shelf / folder.name / CARD).is_file()), None
         )
     if (folder / CARD).is_file():
         # A Path means a folder; a bare name may mean either.

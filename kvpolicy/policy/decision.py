@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvpolicy.cost.online import Online
-from kvpolicy.events import Decision, Kind, Option, Preemption, fast_constructor
+from kvpolicy.events import Cost, Decision, Kind, Option, Preemption, fast_constructor
 from kvpolicy.policy.base import (
     Feedback,
     LearningPolicy,
@@ -127,7 +127,8 @@ class Decider:
         self.policy = policy
         self.state = policy.initial_state()
         self._rng = rng
-        self._shadow = shadow
+        self.shadow = shadow
+        """Whether decisions are recorded and every victim is recomputed."""
         self._pinned: Kind | None = None
 
     def decide(self, situation: Preemption, why_no_swap: str = "") -> Decision:
@@ -144,7 +145,7 @@ class Decider:
             decision = Decision(options, certain_choice(chosen, len(options)), chosen, (), PINNED, "{}")
         if why_no_swap:
             return replace(decision, executed="recompute", reason=why_no_swap)
-        if self._shadow and decision.intended == "swap":
+        if self.shadow and decision.intended == "swap":
             return replace(decision, executed="recompute", reason="shadow")
         return replace(decision, executed=decision.intended)
 
@@ -166,16 +167,20 @@ class Decider:
         option that the policy takes at least half of the time, as nothing is drawn; a policy that always recomputes
         never loads. Pure.
         """
-        if self._shadow or self._pinned is not None:
+        if self.shadow or self._pinned is not None:
             return False
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
         return probabilities_of(self.policy, situation, options, self.state)[1] >= 0.5
 
     def hit_costs(self, situation: Preemption) -> tuple[float, float] | None:
         """Predicted engine seconds of computing those tokens, and of loading them; None without predictions. Pure."""
-        options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
+        costs = self.predict(situation, (RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)))
+        return (costs[0].engine_s, costs[1].engine_s) if costs else None
+
+    def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+        """The costs by which the policy decides, with what it has learned: one per option, or none at all. Pure."""
         _, costs = self.policy.assess(situation, options, self.state)
-        return (costs[0].engine_s, costs[1].engine_s) if len(costs) == len(options) else None
+        return costs if len(costs) == len(options) else ()
 
     def price(self, situation: Preemption, why_no_swap: str = "") -> float | None:
         """Predicted engine seconds of the cheapest feasible option; None for a policy without predictions. Pure."""

@@ -28,7 +28,7 @@ FORMS: Mapping[str, str] = {
     "minwaste:COST_MODEL": "InferCept's rule: the option that leaves less device memory idle by the cost model's times",
     extensions.FORM: "a policy of your own, which FACTORY of the module MODULE makes",
 }
-"""Forms of policy names, with what each policy does: for error messages, for help, and for the README."""
+"""Forms of policy names, with what each policy does: for error messages, for help, and for docs/serving.md."""
 GROUP = "kvpolicy.policies"
 """Entry point group of the policies that installed packages offer by name."""
 COST_MODELS = (

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from kvpolicy.tiers.identity import namespace_digest
 LOCK, MANIFEST, WRITING = "lock", "manifest.json", "writing"
 MAX_PROCESSES = 64
 """That have folders for one namespace in one directory at the same time."""
+NOT_OPEN = -1
 READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -67,7 +68,7 @@ class OwnedFolder:
         self.path = path
         """For messages: files are opened relative to the descriptors."""
         self.folder, self._lock = folder, lock
-        self.writing = -1
+        self.writing = NOT_OPEN
         self.by_digit: dict[str, int] = {}
 
     @classmethod
@@ -89,7 +90,11 @@ class OwnedFolder:
             for number in range(MAX_PROCESSES):
                 owned = cls._try_claim(directory / digest / str(number), inner)
                 if owned is not None:
-                    owned._prepare({"version": 1, "block_bytes": block_bytes, "namespace": dict(namespace)})
+                    try:
+                        owned._prepare({"version": 1, "block_bytes": block_bytes, "namespace": dict(namespace)})
+                    except BaseException:
+                        owned.close()
+                        raise
                     return owned
         finally:
             os.close(inner)
@@ -98,34 +103,41 @@ class OwnedFolder:
     @classmethod
     def _try_claim(cls, path: Path, inside: int) -> OwnedFolder | None:
         """The folder, locked; None where another process has locked it."""
-        folder = open_private(path.name, inside)
-        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            os.close(folder)
-            return None
-        os.utime(lock)
-        return cls(path, folder, lock)
+        with ExitStack() as opened:
+            folder = open_private(path.name, inside)
+            opened.callback(os.close, folder)
+            lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            opened.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            os.utime(lock)
+            opened.pop_all()
+            return cls(path, folder, lock)
 
     def _prepare(self, manifest: Mapping[str, Any]) -> None:
         self.writing = open_private(WRITING, self.folder)
-        self.by_digit = {digit: open_private(digit, self.folder) for digit in FOLDERS}
+        for digit in FOLDERS:
+            self.by_digit[digit] = open_private(digit, self.folder)
         self._remove_unfinished()
         if self._manifest() != json.loads(json.dumps(manifest)):
             self.clear()
             self._write_manifest(json.dumps(manifest, indent=1).encode())
 
     def _remove_unfinished(self) -> None:
+        if self.writing == NOT_OPEN:
+            return
         with os.scandir(self.writing) as entries:
             for entry in entries:
                 os.unlink(entry.name, dir_fd=self.writing)
 
     def _manifest(self) -> Any:
+        def opener(name: str, flags: int) -> int:
+            return os.open(name, flags | os.O_NOFOLLOW, dir_fd=self.folder)
+
         try:
-            opened = os.open(MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder)
-            with os.fdopen(opened, "rb") as file:
+            with open(MANIFEST, "rb", opener=opener) as file:  # closes what is no file
                 return json.loads(file.read())
         except (OSError, ValueError):
             return None
@@ -152,7 +164,8 @@ class OwnedFolder:
             os.utime(self._lock)
             self._remove_unfinished()
         for descriptor in (*self.by_digit.values(), self.writing, self.folder, self._lock):
-            os.close(descriptor)
+            if descriptor != NOT_OPEN:
+                os.close(descriptor)
 
 
 def blocks_in(folder: int, digit: str) -> Iterator[tuple[BlockName, os.stat_result]]:

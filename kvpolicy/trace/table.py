@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from kvpolicy import shelf
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.extensions import names_module
 from kvpolicy.fields import refuse_no_paths
@@ -275,9 +276,14 @@ def write_part(core: Path, name: str, number: int, table: pa.Table) -> Path:
 
 
 def core_folders(folder: Path) -> list[Path]:
-    """The engine cores' sub-folders of a trace. Raises :class:`TraceError` if there are none."""
+    """The engine cores' sub-folders of a trace, a folder or one that ships, by its name. Raises :class:`TraceError` if
+    there are none."""
+    folder = shelf.trace_folder(folder)
     if not folder.is_dir():
-        raise TraceError(f"{folder}: no such folder; a trace is a folder written by `kvpolicy profile` or a server")
+        raise TraceError(
+            f"{folder}: no such folder; a trace is a folder written by `kvpolicy profile` or a server, or one that "
+            f"ships: {', '.join(shelf.names('traces'))}"
+        )
     cores = sorted(path.parent for path in folder.glob("*/header.json"))
     if not cores:
         raise TraceError(f"{folder}: no */header.json inside: not a kvpolicy trace")

@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_the_price_is_about_the_flops_of_the_block_and_rises_with_the_tokens_before_it(config: Path) -> None:
     shape, flops = ModelShape.from_config(LLAMA_31_8B), device_sheet("H100-SXM").bf16_flops
-    price = block_price(cost.load(f"analytic:H100-SXM@pcie5:{config}"), BLOCK, BYTES)
+    price = block_price(cost.load(f"analytic:H100-SXM@pcie5:{config}").predict, BLOCK, BYTES)
     for index in (200, 1000, 4000):
         pairs = shape.attention_flops_per_pair * BLOCK**2 * (index + 0.5)
         ideal_s = (shape.linear_flops_per_token * BLOCK + pairs) / flops
@@ -61,17 +61,22 @@ class Rates(CostModel):
 
 def test_constants_are_no_blocks_and_loads_count_against() -> None:
     """A block of 16 tokens behind n of them: 16 tokens, 16 x (16 n + 8.5) pairs, 1 MB to load."""
-    price = block_price(Rates(10e9), BLOCK, 1_000_000)
+    price = block_price(Rates(10e9).predict, BLOCK, 1_000_000)
     for index in (0, 100, 3000, 10**5):
         assert price(index) == pytest.approx(16e-5 + 16e-9 * (16 * index + 8.5) - 1e-4, rel=1e-6), index
 
 
 def test_a_slow_link_leaves_nothing_to_save_unless_the_block_is_far_behind() -> None:
-    price = block_price(Rates(1e9), BLOCK, 1_000_000)
+    price = block_price(Rates(1e9).predict, BLOCK, 1_000_000)
     assert price(0) == price(3000) == 0.0 and price(4000) > 0.0
 
 
 def test_a_model_measured_on_states_prices_blocks_too() -> None:
     model = cost.load("cpu-llama-native")
-    price = block_price(model, BLOCK, round(model.provenance.kv_bytes_per_token * BLOCK))
+    price = block_price(model.predict, BLOCK, round(model.provenance.kv_bytes_per_token * BLOCK))
     assert all(price(index) >= 0.0 for index in (0, 10, 1000, 10**5))
+
+
+def test_without_predictions_all_blocks_save_the_same() -> None:
+    price = block_price(lambda situation, options: (), BLOCK, BYTES)
+    assert price(0) == price(10**5) == 1.0

@@ -205,7 +205,7 @@ def shelf(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     here.mkdir()
     for file in copied.glob("*.*"):
         (shelf / "known" / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(store, "_shelves", lambda: (shelf,))
+    monkeypatch.setattr(store, "shelves", lambda kind: (shelf,))
     monkeypatch.chdir(here)
     return here
 

@@ -107,8 +107,8 @@ class _First(random.Random):
         return 0.0
 
 
-def test_the_readme_and_the_help_say_what_each_policy_does() -> None:
-    lines = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
+def test_the_documents_and_the_help_say_what_each_policy_does() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "serving.md").read_text().splitlines()
     for form, what in FORMS.items():
         assert f"| `{form}` | {what} |" in lines
         assert f"{form}: {what}" in HELP

@@ -112,6 +112,32 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
+@pytest.mark.parametrize("failing", [WRITING, "7", MANIFEST, "lock"])
+def test_descriptors_are_closed_and_the_lock_is_free_where_a_folder_cannot_be_claimed(
+    tmp_path: Path, failing: str
+) -> None:
+    claim(tmp_path).close()
+    path = next(tmp_path.glob("*/0")) / failing
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink()
+        path.mkdir(mode=0o700)  # no manifest can take its place, and it is no lock
+    if failing in (WRITING, "7"):
+        path.write_text("no folder")
+    before = descriptors()
+    with pytest.raises(OSError):  # noqa: PT011  # each is another error of the system
+        claim(tmp_path)
+    assert descriptors() == before
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink()
+    again = claim(tmp_path)
+    assert again.path.name == "0"
+    again.close()
+
+
 def test_what_a_process_that_is_gone_was_writing_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
     gone = claim(tmp_path)
     living = claim(tmp_path)

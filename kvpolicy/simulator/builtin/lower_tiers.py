@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvpolicy.caching import CachingPolicy
 from kvpolicy.caching import spec as caching
-from kvpolicy.cost.block_price import block_price
+from kvpolicy.cost.block_price import block_price, equal_price
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.blocks import Pool
@@ -31,7 +31,7 @@ def host_pool(
         return HostPool(server), None
     price: caching.Price = equal_price
     if model is not None:
-        price = block_price(model, server.block_size, server.block_bytes, server.segment_bytes)
+        price = block_price(model.predict, server.block_size, server.block_bytes, server.segment_bytes)
     above = caching.load(cache.policy, server.host_blocks, price, allow_python=True)
     if made is not None:
         above = made(server.host_blocks)
@@ -47,11 +47,6 @@ def host_pool(
     copies.store_only_where(lambda blocks: price(blocks - 1) > 0.0)
     pool.given_back = copies.given_back
     return copies, files
-
-
-def equal_price(position: int) -> float:
-    """Where nothing predicts costs, all blocks save the same."""
-    return 1.0
 
 
 class FileReads:
