@@ -11,14 +11,17 @@ if TYPE_CHECKING:
     from kvpolicy.evaluation.estimation import Estimation
     from kvpolicy.evaluation.offpolicy import OffPolicyReport
     from kvpolicy.evaluation.replay import EvaluationReport
+    from kvpolicy.evaluation.shadow_run import ShadowSavings, shadow_savings
 
-__all__ = ["Estimation", "EvaluationReport", "OffPolicyReport", "evaluate"]
+__all__ = ["Estimation", "EvaluationReport", "OffPolicyReport", "ShadowSavings", "evaluate", "shadow_savings"]
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Estimation": "kvpolicy.evaluation.estimation",
         "EvaluationReport": "kvpolicy.evaluation.replay",
         "OffPolicyReport": "kvpolicy.evaluation.offpolicy",
+        "ShadowSavings": "kvpolicy.evaluation.shadow_run",
         "evaluate": "kvpolicy.evaluation.dispatch",
+        "shadow_savings": "kvpolicy.evaluation.shadow_run",
     },
 )

@@ -44,7 +44,11 @@ def explain(
     file = None if plot is None else _plot_file(Path(plot))
     parsed_objective = objective_of(objective)
     refuse_other("question", question, Question, "a Question")
-    model = load(cost_model) if isinstance(cost_model, str | Path) else with_laws(cost_model, "explained")
+    if isinstance(cost_model, str | Path):
+        model = load(cost_model, pinned=not question.pageable)
+    else:
+        model = with_laws(cost_model, "explained")
+    _refuse_other_memory(model, question)
     chooser = None if policy is None else load_policy(policy)
     _refuse_unknown_delay(model, parsed_objective)
     resolved = resolve(model, question)
@@ -60,6 +64,14 @@ def explain(
         choice=None if chooser is None else choice_of(chooser, model, resolved.situation),
     )
     return explanation if file is None else replace(explanation, not_drawn=_draw(explanation, file))
+
+
+def _refuse_other_memory(model: FittedModel, question: Question) -> None:
+    if question.pageable and model.provenance.pinned is not False:
+        unknown = model.provenance.pinned is None
+        measured = "does not say over which host memory it was measured" if unknown else "is of page-locked host memory"
+        should = "should be left out, or asked of analytic:DEVICE:CONFIG"
+        raise WrongValue("pageable", f"is given, and cost model {model.name} {measured}: {should}")
 
 
 def _refuse_unknown_delay(model: FittedModel, objective: Objective) -> None:

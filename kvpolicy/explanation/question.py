@@ -30,6 +30,7 @@ class Question:
     segment_bytes: int | None = option("Contiguous bytes per piece of a copy.", None, COUNT)
     queued_save: int = option("Bytes already queued to be saved.", 0, AMOUNT, metavar="BYTES")
     queued_load: int = option("Bytes already queued to be loaded.", 0, AMOUNT, metavar="BYTES")
+    pageable: bool = option("Ask about host memory that is not page-locked.", False)
 
     def __post_init__(self) -> None:
         validate(self)

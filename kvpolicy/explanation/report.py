@@ -174,6 +174,8 @@ def _breakdown_lines(breakdown: Breakdown) -> list[str]:
         + (f", below the noise floor of the traces: {_ms(breakdown.floor_s)} used" if breakdown.floored else "")
         + _learned(breakdown),
     ]
+    if len(breakdown.beyond) > 1 and not any(feature.low or feature.high for feature in breakdown.beyond):
+        return [*lines, "  extrapolated: untrained, so that no feature has a range that was measured"]
     for feature in breakdown.beyond:
         lines.append(
             f"  extrapolated: {feature.feature} is {feature.value:g}, trained on {feature.low:g} to {feature.high:g}"

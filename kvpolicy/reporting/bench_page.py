@@ -34,9 +34,26 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
         "hit_rate": "tokens found in a cache",
     },
     "analytics": {"requests_s": "requests per second", "e2e_s.mean": "mean time per request, s"},
+    "rate": {
+        "e2e_per_token_s.mean": "mean s per output token, end to end",
+        "ttft_s.p50": "time to first token, median, s",
+        "ttft_s.p99": "time to first token, p99, s",
+        "itl_s.mean": "mean time between tokens, s",
+        "goodput_req_s": "requests per second, in time",
+        "requests_s": "requests finished per second",
+    },
 }
 """Figures of a run that are drawn and in the table, and what they are called."""
-AXES = {"chatters": "people who chat", "prefixed": "share that is prefixed", "prefix_tokens": "tokens of the prefix"}
+AXES = {
+    "chatters": "people who chat",
+    "prefixed": "share that is prefixed",
+    "prefix_tokens": "tokens of the prefix",
+    "rate": "requests that arrive per second",
+    "concurrency": "clients",
+}
+LATENCIES = ("e2e_per_token_s.mean", "ttft_s.p50", "ttft_s.p99")
+SHOWN = 20.0
+"""Latencies by rate are drawn up to so many times the lowest one, so that what is below the explosion can be seen."""
 Run = Mapping[str, Any]
 
 
@@ -100,15 +117,22 @@ def _drawings(results: Run) -> Iterator[tuple[str, tuple[str, Figure]]]:
     axis = max(cells[0], key=lambda name: len({cell[name] for cell in cells}))
     fixed = {name: value for name, value in cells[-1 if results["kind"] == "chat" else 0].items() if name != axis}
     for figure, title in FIGURES[results["kind"]].items():
-        yield figure.split(".")[0].replace("_", "-"), (title, _by_cell(results, figure, axis, fixed, title))
+        if any(_values(results["runs"], figure)) or results["kind"] != "rate":
+            yield _name(figure, results["kind"]), (title, _by_cell(results, figure, axis, fixed, title))
     if results["kind"] == "chat":
         chatters = max(cell["chatters"] for cell in cells)
         yield "hit-rate-over-the-run", (f"hit rate over the run, {chatters} people", _hit_rates(results, chatters))
 
 
+def _name(figure: str, kind: str) -> str:
+    """Of a drawing's file. Of a rate several figures of one latency are drawn."""
+    return (figure if kind == "rate" else figure.split(".")[0]).replace("_", "-").replace(".", "-")
+
+
 def _by_cell(results: Run, figure: str, axis: str, fixed: Mapping[str, Any], title: str) -> Figure:
     """A figure of a run by one name of the cells, the other as ``fixed``; a line per arm, intervals over rounds."""
     drawing, (axes,) = new_figure(3.4)
+    lowest: list[float] = []
     for number, arm in enumerate(results["arms"]):
         points = []
         for at in sorted({cell[axis] for cell in _cells(results)}):
@@ -117,11 +141,14 @@ def _by_cell(results: Run, figure: str, axis: str, fixed: Mapping[str, Any], tit
                 points.append((at, *mean_and_half(values)))
         if points:
             x, y, half = zip(*points, strict=True)
+            lowest.append(min(y))
             axes.errorbar(x, y, half, color=LINES[number % len(LINES)], marker=MARKS[number % len(MARKS)], capsize=3,
                           label=arm["name"])  # fmt: skip
     axes.set_xlabel(", ".join([AXES[axis], *(f"{AXES[name]}: {value:g}" for name, value in fixed.items())]))
     axes.set_ylabel(title)
     axes.set_ylim(bottom=0)
+    if "rate" in (axis, results["kind"]) and figure in LATENCIES and lowest:
+        axes.set_ylim(top=min(axes.get_ylim()[1], SHOWN * min(lowest)))
     legend(axes)
     return drawing
 

@@ -59,13 +59,13 @@ class StudyReport:
         return "\n".join(lines)
 
 
-RESULTS = "bench.json"
-"""In a folder of `kvpolicy bench`."""
+PAGES = {"bench.json": "bench_page", "demo.json": "demo_page"}
+"""Files of results, of `kvpolicy bench` and `kvpolicy demo`, and the modules that make their pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """The files that were written for a bench."""
+    """The files that were written for a bench or a demo."""
 
     out: Path
     figures: tuple[Path, ...]
@@ -85,7 +85,7 @@ def report(
     seed: int = 0,
 ) -> StudyReport | BenchReport:
     """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else. A single
-    folder of `kvpolicy bench` gets a page of its own.
+    folder of `kvpolicy bench` or `kvpolicy demo` gets a page of its own.
 
     ``figures``: a folder to write each figure into as SVG and PNG. ``cost_model``: folder or name of the model whose
     boundary, calibration and regret are shown; None trains one on two thirds of the states.
@@ -95,9 +95,9 @@ def report(
     """
     refuse_no_paths("traces", traces)
     refuse_no_path("out", out)
-    benches = [folder for folder in map(Path, traces) if (folder / RESULTS).exists()]
-    if benches:
-        return _bench_report(traces, benches, Path(out), figures)
+    results = [Path(folder) / name for folder in traces for name in PAGES if (Path(folder) / name).exists()]
+    if results:
+        return _results_report(traces, results, Path(out), figures)
     if cost_model is not None:
         refuse_other("cost_model", cost_model, (str, Path), "a folder or a name")
         cost_model = str(cost_model)
@@ -122,14 +122,15 @@ def _refuse_no_page(out: Path) -> None:
         raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
 
 
-def _bench_report(
-    folders: Sequence[Path | str], benches: Sequence[Path], out: Path, figures: Path | str | None
+def _results_report(
+    folders: Sequence[Path | str], results: Sequence[Path], out: Path, figures: Path | str | None
 ) -> BenchReport:
     if len(folders) > 1:
-        raise InputError(f"{benches[0]} has a bench: a page shows one bench, and no trace beside it")
-    page = _page("bench_page")
+        what = results[0].stem
+        raise InputError(f"{results[0].parent} has a {what}: a page shows one {what}, and no trace beside it")
+    page = _page(PAGES[results[0].name])
     _refuse_no_page(out)
-    written = page.write_page(benches[0] / RESULTS, out, None if figures is None else Path(figures))
+    written = page.write_page(results[0], out, None if figures is None else Path(figures))
     return BenchReport(out, written)
 
 

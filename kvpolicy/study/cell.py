@@ -69,11 +69,13 @@ class Cell:
 
     def inputs(self) -> dict[str, Any]:
         """The cell as plain values, with digests for objects; fields about objects, ``slo`` and the server's
-        ``classes`` and cache only where they are set."""
+        ``classes``, cache and ``max_model_len`` only where they are set."""
         by_name = asdict(replace(self, policy_object=None, workload_object=None, hardware_object=None))
         for name in ("classes", "host_cache", "file_gib", "file_link"):
             del by_name["serving"][name]
         by_name["serving"] |= self.serving.cache_inputs()
+        if self.serving.max_model_len is None:
+            del by_name["serving"]["max_model_len"]
         if self.serving.classes is not None:
             by_name["serving"]["classes"] = self.serving.classes.text
         return {name: value for name, value in by_name.items() if value or name not in (*OBJECT_FIELDS, "slo")}

@@ -34,6 +34,10 @@ FILE_LINK = SimulatedLink(3e9, 1e-4)
 """Rate and latency of files where none are given: an NVMe disk."""
 
 
+LONGEST = 131072
+"""Tokens of a request, where no other maximum is given."""
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     """The server that all cells of a grid share."""
@@ -76,6 +80,9 @@ class Serving:
     )
     file_link: SimulatedLink | None = option(
         f"Device of these files, in each direction: {LINK_FORM}. Default: {FILE_LINK.text}.", None, metavar="LINK"
+    )
+    max_model_len: int | None = option(
+        f"Maximum tokens of a request, prompt and output; a longer one is refused. Default: {LONGEST}.", None, COUNT
     )
 
     def __post_init__(self) -> None:

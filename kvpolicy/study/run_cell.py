@@ -35,7 +35,7 @@ from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.simulator.trace_workload import TRACE_FORMATS
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
 from kvpolicy.study.cell import Cell
-from kvpolicy.study.config import Serving
+from kvpolicy.study.config import LONGEST, Serving
 from kvpolicy.study.inputs import Named
 from kvpolicy.study.machine import Behind, Machine, machine_named
 from kvpolicy.study.workload_parts import Part
@@ -196,6 +196,7 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         host_blocks=serving.host_blocks_of(block_bytes),
         token_budget=limits.token_budget,
         max_running=limits.max_num_seqs,
+        max_model_len=serving.max_model_len or LONGEST,
         prefix_caching=serving.prefix_caching,
         scheduling="priority" if "priority" in (serving.scheduling, serving.order) else "fcfs",
         order=load_order(serving.order),

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpolicy.extensions import PREFIX
-from kvpolicy.settings import DEFAULT_HOST_GIB
 
 DEFAULT = "always-recompute"
 """What other policies are compared with: vLLM's own behaviour, unless an order of service is given."""
@@ -52,7 +51,7 @@ def config_line(policy: str, inputs: Mapping[str, Any], host_gib: float) -> str:
     cache = inputs["serving"].get("host_cache", "")
     line += f" --cache {shlex.quote(cache)}" if cache else ""
     line += " --allow-python-policies" if module or PREFIX in order_of(inputs) + cache else ""
-    return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"
+    return f"{line} --host-gib {host_gib:g}"
 
 
 def uses_model_object(policy: str, inputs: Mapping[str, Any]) -> bool:

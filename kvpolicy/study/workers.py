@@ -38,7 +38,10 @@ def in_processes(run: Callable[[Task], Done], tasks: Sequence[Task], jobs: int) 
                 if isinstance(error, BrokenProcessPool):
                     workers[slot].shutdown()
                     workers[slot] = new_worker()
-                    error = ChildProcessError("its worker process was killed, perhaps for lack of memory")
+                    error = ChildProcessError(
+                        "its worker process was killed, perhaps for lack of memory; a script needs "
+                        "`if __name__ == '__main__':` around what simulates, or jobs=0"
+                    )
                 next_task = next(waiting, None)
                 if next_task is not None:
                     busy[workers[slot].submit(run, next_task[1])] = slot, next_task[0]

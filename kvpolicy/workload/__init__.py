@@ -33,7 +33,7 @@ from kvpolicy.workload.requests import ClosedLoop, Request, Source, Workload, Wo
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, counts_of
 from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
 from kvpolicy.workload.sharegpt import ShareGPT
-from kvpolicy.workload.spec import FORMATS, Format, open_workload
+from kvpolicy.workload.spec import FORMATS, Format, arrivals_at, open_workload
 from kvpolicy.workload.synthetic import SyntheticRequests, all_at_once
 from kvpolicy.workload.timed_tables import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
 
@@ -87,6 +87,7 @@ __all__ = [
     "Workload",
     "WorkloadError",
     "all_at_once",
+    "arrivals_at",
     "at_rate",
     "counts_of",
     "length_at",

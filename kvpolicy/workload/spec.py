@@ -196,6 +196,17 @@ def _arrivals(options: Options) -> Arrivals:
     raise options.wrong("arrivals", "at-once, poisson, even, gamma, weibull, bursts or groups")
 
 
+def arrivals_at(text: str, rate_per_s: float) -> Arrivals:
+    """The process that a text names as the options of a workload do, at a rate: ``poisson``, ``bursts&on=5&off=20``.
+
+    Raises :class:`WorkloadError` for an unknown one, and for missing or unknown options.
+    """
+    options = Options(text, f"arrivals={text}&rate={rate_per_s!r}")
+    process = _arrivals(options)
+    options.refuse_rest()
+    return process
+
+
 def _beginning(options: Options) -> Beginning:
     users = options.whole("users")
     if users is None:

@@ -33,6 +33,8 @@ class Small:
     wrong: bool = False
     """Whether its answers differ from those of other servers."""
     served: int = 0
+    says_its_cache: bool = True
+    at_once: int = 0
     most_at_once: int = 0
 
     def application(self) -> web.Application:
@@ -57,6 +59,7 @@ class Small:
             f'vllm:prefix_cache_queries_total{{engine="0",model_name="small"}} {float(self.looked_up)}\n'
             f'vllm:prefix_cache_hits_total{{engine="0",model_name="small"}} {float(self.found)}\n'
             'vllm:prefix_cache_hits_created{engine="0"} 1.7e9\n'
+            + ('vllm:cache_config_info{block_size="16",num_gpu_blocks="64"} 1.0\n' if self.says_its_cache else "") +
             f'vllm:kvpolicy_decisions_total{{kind="swap"}} {self.served}\n'
             f'vllm:kvpolicy_decisions_total{{kind="recompute"}} {self.served}\n'
         ))  # fmt: skip
@@ -84,7 +87,12 @@ class Small:
             logprobs = {"top_logprobs": [{"a": -0.5, "b": -0.75}]}
             usage = {"prompt_tokens": len(prompt_of(body))}
             return web.json_response({"choices": [{"logprobs": logprobs}], "usage": usage})
-        return await self.stream(request, tokens[:-1] if fault == "short" else tokens, fault)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return await self.stream(request, tokens[:-1] if fault == "short" else tokens, fault)
+        finally:
+            self.at_once -= 1
 
     async def stream(self, request: web.Request, tokens: list[int], fault: str | None) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

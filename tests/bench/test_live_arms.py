@@ -44,7 +44,21 @@ def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.M
     assert [arm.name for arm in arms_of(BenchTarget("llm"))] == ["vllm", "kvpolicy"]
     (alone,) = arms_of(BenchTarget("http://there:8000"))
     assert alone.url == "http://there:8000" and not alone.command
-    with pytest.raises(WrongValue, match='JSON has "url" and "hints" alone'):
+    with pytest.raises(WrongValue, match='JSON has "url", "hints" and "reserve" alone'):
         arms_of(BenchTarget("http://there:8000", ('a={"order": "mlfq"}',)))
     with pytest.raises(InputError, match="runs already"):
         arms_of(BenchTarget("http://there:8000", vllm_flags=("--seed", "3")))
+
+
+def test_an_arm_that_reserves_is_served_by_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    stock, orca, own = arms_of(BenchTarget("llm", ("vllm", "orca-max", 'mine={"reserve": "pow2"}')))
+    assert orca.command == own.command == stock.command, "one server for all three"
+    assert [arm.reserve for arm in (stock, orca, own)] == ["", "max", "pow2"]
+    assert "reserve" not in stock.to_dict() and orca.to_dict()["reserve"] == "max"
+    (there,) = arms_of(BenchTarget("http://there:8000", ("orca-oracle",)))
+    assert (there.url, there.reserve) == ("http://there:8000", "oracle")
+    with pytest.raises(WrongValue, match='"reserve" should be one of max, pow2, oracle'):
+        arms_of(BenchTarget("llm", ('a={"reserve": "all"}',)))
+    with pytest.raises(WrongValue, match=r"orca-max is vLLM without the plugin, and takes no settings \(order\)"):
+        arms_of(BenchTarget("llm", ('orca-max={"order": "las"}',)))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from kvpolicy.latency import Slo
+from kvpolicy.workload import Request
 from kvpolicy_vllm.bench.chat_load import ChatRun, Message
-from kvpolicy_vllm.bench.load_results import chat_figures, differences, hit_rate
+from kvpolicy_vllm.bench.load_results import chat_figures, differences, hit_rate, rate_figures, steady_rate
 from kvpolicy_vllm.bench.openai_api import Answer
+from kvpolicy_vllm.bench.rate_load import RateRun, Sent
 
 
 def test_of_a_conversation_the_first_difference_counts() -> None:
@@ -43,3 +48,38 @@ def test_what_a_connector_found_counts_too() -> None:
         "vllm:external_prefix_cache_hits_total": 30.0,
     }  # fmt: skip
     assert hit_rate({}, after) == 0.5
+
+
+def sent(number: int, due_s: float, sent_s: float, token_s: tuple[float, ...], error: str = "", **more: Any) -> Sent:
+    answer = Answer(100.0 + sent_s, token_s[0] if token_s else None, token_s[-1] if token_s else 1.0,
+                    tuple(range(len(token_s))), error, token_s)  # fmt: skip
+    return Sent(number, Request(due_s, 10, max(1, len(token_s)), **more), due_s, 0.0, sent_s, answer)
+
+
+def test_latency_counts_from_the_arrival_and_goodput_from_deadlines() -> None:
+    """The second request waited 2 s in the client before it was sent; the third failed, and so missed its deadline."""
+    run = RateRun(100.0, {}, {}, [
+        sent(0, 0.0, 0.0, (0.5, 0.6, 0.8)),
+        sent(1, 1.0, 3.0, (0.5, 1.5), class_name="urgent"),
+        sent(2, 2.0, 2.0, (), "HTTP 503: full"),
+    ])  # fmt: skip
+    found = rate_figures(run, Slo(ttft_s=1.0))
+    assert found["ttft_s"]["mean"] == pytest.approx((0.5 + 2.5) / 2)
+    assert found["e2e_s"]["mean"] == pytest.approx((0.8 + 3.5) / 2)
+    assert found["e2e_per_token_s"]["mean"] == pytest.approx((0.8 / 3 + 3.5 / 2) / 2)
+    assert found["itl_s"]["mean"] == pytest.approx((0.1 + 0.2 + 1.0) / 3)
+    assert found["slo_share"] == pytest.approx(1 / 3) and found["goodput_req_s"] == pytest.approx(1 / 4.5)
+    assert found["requests_s"] == pytest.approx(2 / 4.5) and found["most_at_once"] == 1
+    assert found["classes"]["urgent"]["slo_share"] == 0.0 and found["errors"] == {"HTTP 503: full": 1}
+    assert [row["ttft_s"] for row in found["rows"]] == [0.5, 2.5, None]
+
+
+def test_a_rate_without_an_answer_has_no_figures() -> None:
+    found = rate_figures(RateRun(100.0, {}, {}, [sent(0, 0.0, 0.0, (), "HTTP 503: full")]), Slo(ttft_s=1.0))
+    assert found["ttft_s"]["p50"] is None and found["requests_s"] is None
+    assert (found["slo_share"], found["goodput_req_s"]) == (0.0, 0.0)
+
+
+def test_the_steady_rate_leaves_out_begin_and_end() -> None:
+    assert steady_rate([0.0, *range(100, 120), 1000.0]) == pytest.approx(1.0)
+    assert steady_rate([1.0, 2.0]) is None and steady_rate([1.0] * 10) is None

@@ -29,6 +29,8 @@ def test_an_answer_has_its_tokens_and_its_times() -> None:
     (answer,) = asked(small)
     assert answer.token_ids == tuple(next_tokens([1, 2, 0], 4)) and answer.error == ""
     assert answer.ttft_s is not None and 0 < answer.ttft_s <= answer.e2e_s
+    assert len(answer.token_s) == 4 and answer.token_s[0] == answer.ttft_s
+    assert list(answer.token_s) == sorted(answer.token_s)
     (body,) = small.bodies
     assert body["model"] == "small" and body["cache_salt"] == "salt" and body["kv_transfer_params"] == {"kvpolicy": {}}
     assert body["temperature"] == 0 and body["ignore_eos"] and body["max_tokens"] == 4
@@ -96,3 +98,16 @@ def test_a_stream_that_ends_early_is_an_error() -> None:
 
     with pytest.raises(StreamError, match="the stream broke off"):
         asyncio.run(read())
+
+
+def test_how_much_a_server_keeps_is_read_from_its_metrics() -> None:
+    async def ask(url: str) -> int:
+        async with connected(url) as api:
+            return await api.kv_tokens()
+
+    small = Small()
+    with serving(small) as url:
+        assert asyncio.run(ask(url)) == 16 * 63, "one block is vLLM's own"
+        small.says_its_cache = False
+        with pytest.raises(InputError, match="does not say in vllm:cache_config_info how many KV blocks there are"):
+            asyncio.run(ask(url))

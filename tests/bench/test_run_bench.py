@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ import pytest
 from kvpolicy.cli import main
 from kvpolicy.errors import InputError
 from kvpolicy.reporting.pipeline import report
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad
+from kvpolicy.workload import WorkloadError
 from kvpolicy_vllm.bench import run_bench
+from kvpolicy_vllm.bench.load_report import LoadReport
 from tests.bench.live_http import Small, serving
 
 CHAT = ChatLoad(
@@ -99,8 +102,27 @@ def test_what_has_been_run_is_not_repeated(two: tuple[Small, Small, BenchTarget]
 def test_a_folder_with_another_bench_is_refused(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
     at = two[-1]
     run_bench.take_up(tmp_path, {"kind": "chat", "load": {"rounds": 1}})
+    (tmp_path / "runs" / "round-000-arm-first.json").write_text("{}")
     with pytest.raises(InputError, match=r"has a bench with other settings \(.*kind.*load.*\): give --out another"):
         run_bench.bench(tmp_path, ANALYTICS, at)
+
+
+def test_a_bench_whose_server_never_answered_may_be_begun_anew_otherwise(tmp_path: Path) -> None:
+    nobody = BenchTarget("http://127.0.0.1:9", ("first",))
+    for load in (ANALYTICS, replace(ANALYTICS, rounds=ANALYTICS.rounds + 1)):
+        with pytest.raises(InputError, match="does not answer as an OpenAI server"):
+            run_bench.bench(tmp_path, load, nobody)
+
+
+def test_what_is_wrong_is_said_before_a_server_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    nobody = BenchTarget("http://127.0.0.1:9", ("first",))
+    with pytest.raises(InputError, match="is a file, should be a folder"):
+        run_bench.bench(tmp_path / "file", ANALYTICS, nobody)
+    for load in (replace(CHAT, workload="nonsense"), RateLoad(workload="nonsense")):
+        with pytest.raises(WorkloadError, match="nonsense: no such file, and no workload of that name"):
+            run_bench.bench(tmp_path / "out", load, nobody)
+    assert not (tmp_path / "out").exists()
 
 
 def test_errors_are_counted_by_name_and_arm(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
@@ -154,3 +176,19 @@ def test_the_commands_measure_and_warm(tmp_path: Path, capsys: pytest.CaptureFix
         with pytest.raises(SystemExit) as ended:
             main(["bench", "chat", url, "--out", str(tmp_path / "chat"), "--context-tokens", "200"])
         assert ended.value.code == 2 and "does not serve: HTTP 503: the pool is full" in capsys.readouterr().err
+
+
+def test_a_figure_that_is_0_in_one_round_has_no_ratio() -> None:
+    """The other rounds alone would say that the second arm has twice the goodput."""
+    figures = {"ttft_s": {"mean": 1.0}, "e2e_per_token_s": {"mean": 0.5}}
+    runs = [
+        figures | {"cell": {"rate": 2.0}, "arm": arm, "round": number, "goodput_req_s": goodput}
+        for arm, all_rounds in (("first", (1.0, 1.0, 1.0)), ("second", (2.0, 0.0, 2.0)))
+        for number, goodput in enumerate(all_rounds)
+    ]
+    arms = [{"name": "first"}, {"name": "second"}]
+    report = LoadReport({"kind": "rate", "arms": arms, "runs": runs}, "bench.json")
+    assert [name for name, _ in report.ratios({"rate": 2.0})] == [
+        "e2e_per_token_s.mean second / first",
+        "ttft_s.mean second / first",
+    ]

@@ -7,10 +7,15 @@ from dataclasses import replace
 import pytest
 
 from kvpolicy import explanation
+from kvpolicy.cost import FittedModel
 from tests.synthetic import fitted_model
 
 
 @pytest.fixture(autouse=True)
 def _made(monkeypatch: pytest.MonkeyPatch) -> None:
     """``boosted``, ``linear`` and ``analytic`` are models by name."""
-    monkeypatch.setattr(explanation, "load", lambda name: replace(fitted_model(str(name)), name=str(name)))
+
+    def load(name: object, pinned: bool = True) -> FittedModel:
+        return replace(fitted_model(str(name)), name=str(name))
+
+    monkeypatch.setattr(explanation, "load", load)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpolicy import cli
+from kvpolicy import cli, cost, explanation
 from kvpolicy.explanation.question import Question, resolve, with_length
+from kvpolicy.fields import WrongValue
 from tests.explanation.models import explain
+from tests.simulator.tables import CONFIG
 from tests.synthetic import GEOMETRY, fitted_model
 
 
@@ -70,3 +75,26 @@ def test_wrong_values_are_refused_by_field_and_by_flag(
     with pytest.raises(SystemExit):
         cli.main(["explain", *(f"--{key.replace('_', '-')}={value}" for key, value in line.items())])
     assert capsys.readouterr().err.startswith(f"kvpolicy: error: {flag}")
+
+
+def test_pageable_memory_can_be_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model without measurements; a trained one is of the memory that it was measured over."""
+    monkeypatch.setattr(explanation, "load", cost.load)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    name = f"analytic:H100-SXM:{config}"
+    pinned, pageable = (explain(cost_model=name, tokens=3000, pageable=way) for way in (False, True))
+    recompute, swap = zip(pinned.breakdowns, pageable.breakdowns, strict=True)
+    assert recompute[0].cost == recompute[1].cost and swap[1].cost.engine_s > swap[0].cost.engine_s
+    assert "0.25 of the link (pageable host memory)" in pageable.text() and "pageable host" not in pinned.text()
+    model = fitted_model("analytic")
+    for measured, words in ((True, "is of page-locked host memory: should"), (None, "does not say over which host")):
+        other = replace(model, provenance=replace(model.provenance, pinned=measured))
+        with pytest.raises(WrongValue, match=words):
+            explain(cost_model=other, pageable=True)
+    assert explain(cost_model=replace(model, provenance=replace(model.provenance, pinned=False)), pageable=True)
+    with suppress(SystemExit):
+        cli.main(["explain", "--cost-model", name, "--tokens", "300", "--pageable"])
+    assert "(pageable host memory)" in capsys.readouterr().out

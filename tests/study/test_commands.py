@@ -75,7 +75,7 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "--requests r.csv --policy p --kv-blocks 10 --kv-blocks 20 --hardware h --link native --link 1e9,0.1 "
         "--engine vllm --block-size 32 --host-blocks 7 --token-budget 2048 --max-num-seqs 64 --no-prefix-caching "
         "--scheduling priority --async --watermark 0.05 --seeds 3 --parts 2 --jobs 4 --out o --cache c --fresh "
-        "--slo ttft=1,tpot=0.05"
+        "--slo ttft=1,tpot=0.05 --max-model-len 4096"
     )
     assert called(monkeypatch, "simulate", *line.split()) == {
         "workloads": ["requests:r.csv"],
@@ -92,6 +92,7 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
             scheduling="priority",
             asynchronous=True,
             watermark=0.05,
+            max_model_len=4096,
         ),
         "run": Run(
             engine="vllm", seeds=3, parts=2, jobs=4, out=Path("o"), cache=Path("c"), fresh=True, slo=Slo(1.0, 0.05)

@@ -82,7 +82,7 @@ def test_advice_for_objects(tmp_path: Path) -> None:
 def test_no_line_deploys_a_model_that_is_an_object() -> None:
     values = {"hardware": "boosted@0123456789ab", "hardware_digest": "0123456789ab0", "serving": {}}
     assert config_line("cheapest:boosted@0123456789ab,online=on", values, 4.0) == ""
-    assert config_line("always-swap", values, 4.0) == "kvpolicy config --policy always-swap"
+    assert config_line("always-swap", values, 4.0) == "kvpolicy config --policy always-swap --host-gib 4"
 
 
 def test_a_compiled_model_travels() -> None:

@@ -101,7 +101,7 @@ def test_a_custom_policy_is_recommended_by_its_module_path(hardware: str, tmp_pa
 def test_the_line_that_deploys_it() -> None:
     from kvpolicy.study.server_flags import config_line
 
-    assert config_line("always-swap", {"serving": {}}, 4.0) == "kvpolicy config --policy always-swap"
+    assert config_line("always-swap", {"serving": {}}, 4.0) == "kvpolicy config --policy always-swap --host-gib 4"
     assert config_line(LABEL, {"module": OWN, "serving": {}}, 8.0) == (
         f"kvpolicy config --policy {OWN} --allow-python-policies --host-gib 8"
     )

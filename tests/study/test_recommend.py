@@ -103,7 +103,7 @@ def test_an_order_is_deployed_whatever_the_policy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(SERVING, "order", "urgent")
     monkeypatch.setitem(SERVING, "classes", "chat:priority=-1+batch")
     advice = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 21.0, 37.0]), Criterion(), 4.0)
-    line = "kvpolicy config --policy always-recompute --order urgent --classes chat:priority=-1+batch"
+    line = "kvpolicy config --policy always-recompute --order urgent --classes chat:priority=-1+batch --host-gib 4"
     assert (advice.deploy, advice.config_line) == ("always-recompute", line)
     assert "keep always-recompute under the order urgent" in advice.reason and "vLLM's default" not in advice.text()
     assert advice.server.endswith(", order urgent, classes chat:priority=-1+batch")
@@ -375,9 +375,12 @@ def test_a_server_without_classes_grants_none(hardware: str, tmp_path: Path) -> 
         "cache": tmp_path, "jobs": 0, "parts": 1, "order": "classes:chat+batch",
     }  # fmt: skip
     advice = kvpolicy.recommend(**grouped(**values))
-    assert advice.config_line.endswith("--order classes:chat+batch") and "give --classes here too" in advice.text()
+    assert (
+        advice.config_line.endswith("--order classes:chat+batch --host-gib 4")
+        and "give --classes here too" in advice.text()
+    )
     limited = kvpolicy.recommend(**grouped(**values, classes="chat:ttft=1+batch"))
-    assert limited.config_line.endswith("--order classes:chat+batch --classes chat:ttft=1.0+batch")
+    assert limited.config_line.endswith("--order classes:chat+batch --classes chat:ttft=1.0+batch --host-gib 4")
     assert "give --classes" not in limited.text()
     with pytest.raises(ValueError, match=r"judge_by is e2e:batch; the classes of .* are chat, default"):
         kvpolicy.recommend(**grouped(**values, classes="chat:ttft=1", judge_by="e2e:batch"))

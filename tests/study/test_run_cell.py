@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from shutil import copytree
@@ -142,3 +143,12 @@ def test_bounds_on_priorities_are_refused_where_clients_priorities_rank(hardware
     with pytest.raises(WrongValue, match=r"classes is 'chat:priority=-1', which bounds priorities"):
         simulate(hardware, tmp_path / "c", scheduling="priority", classes="chat:priority=-1")
     assert Serving(scheduling="priority", classes=Classes.parse("chat:ttft=1")).classes is not None
+
+
+def test_the_longest_request_is_the_servers_and_an_input_only_where_it_is_given(hardware: str, tmp_path: Path) -> None:
+    plain, short = (replace(_priced(hardware), serving=Serving(max_model_len=most)) for most in (None, 100))
+    lengths = [run_cell.server_of(cell, run_cell.machine_of(cell)).max_model_len for cell in (plain, short)]
+    assert lengths == [131072, 100]
+    assert "max_model_len" not in plain.inputs()["serving"] and short.inputs()["serving"]["max_model_len"] == 100
+    report = simulate(hardware, tmp_path / "c", policies=["always-swap"], max_model_len=100)
+    assert "max_model_len is 100" in report.failed[0].text()

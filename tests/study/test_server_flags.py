@@ -28,7 +28,7 @@ ORDERED = {"order": "mlfq:base=64", "classes": "chat:ttft=1.0+batch"}
     ],
 )  # fmt: skip
 def test_the_command_has_all_that_was_simulated(more: dict[str, Any], expected: str) -> None:
-    assert config_line("always-swap", more, 4.0) == expected
+    assert config_line("always-swap", more, 4.0) == (expected and f"{expected} --host-gib 4")
 
 
 def test_a_model_that_was_given_as_an_object_has_no_command() -> None:

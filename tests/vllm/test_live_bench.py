@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from kvpolicy import integrations
+from kvpolicy.latency import Slo
 from kvpolicy.prefix_store import warm
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, ServerSettings
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad, ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench import run_bench
 from kvpolicy_vllm.bench.exactness import TIE_GAP
+from kvpolicy_vllm.bench.live_arms import Servers
 from kvpolicy_vllm.bench.live_server import LiveServer
 from kvpolicy_vllm.bench.load_report import LoadReport
 from tests.vllm import harness
@@ -29,7 +34,19 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.usefixtures("small_machine")
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Started by the first bench that asks for them, and ended after the last one: that takes longer than a bench."""
+    with Servers(tmp_path_factory.mktemp("logs"), print) as started:
+        yield started
+
+
+@pytest.fixture
+def shared(servers: Servers, small_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_bench, "Servers", lambda logs, say: nullcontext(servers))
+
+
+@pytest.mark.usefixtures("shared")
 def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path) -> None:
     """Every message is answered by its full length, with the same tokens, and its hints are read."""
     load = ChatLoad(
@@ -51,6 +68,33 @@ def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Pat
         assert run["messages"] == len(run["rows"]) >= 5
         assert 0.1 < run["hit_rate"] < 1, "later turns find what earlier ones computed"
     assert "vllm:kvpolicy_invalid_marks_total" not in by_arm["hints"]["counters"]
+
+
+@pytest.mark.usefixtures("shared")
+def test_rates_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path) -> None:
+    """More requests than memory holds, of two classes: all are answered in full, with the same tokens by every arm, and
+    where lengths are reserved no more of them are at the server than fit."""
+    text = "sharegpt-8k?n={}&scale=0.05&context=400&class={}&priority={}"
+    load = RateLoad(
+        workload=f"{text.format(6, 'urgent', -1)} + {text.format(10, 'batch', 0)}",
+        rate=(20.0,),
+        rounds=1,
+        slo=Slo(ttft_s=60.0),
+    )
+    found = integrations.bench(tmp_path, load, BenchTarget(model, ("vllm", "kvpolicy", "orca-max"), SETTINGS, FLAGS))
+    assert isinstance(found, LoadReport) and found.ok, found.text()
+    tokens, different, gap = found.compared()
+    assert tokens > 200 and (not different or (gap is not None and gap < TIE_GAP)), found.text()
+    by_arm = {run["arm"]: run for run in found.results["runs"]}
+    assert by_arm["orca-max"]["memory_tokens"] == 47 * 32 and by_arm["orca-max"]["most_at_once"] <= 47 * 32 // 512
+    for run in by_arm.values():
+        assert len(run["rows"]) == 16 and {name: one["requests"] for name, one in run["classes"].items()} == {
+            "batch": 10,
+            "urgent": 6,
+        }
+        assert run["itl_s"]["mean"] > 0 and run["slo_share"] == 1.0 and run["e2e_per_token_s"]["mean"] > 0
+    assert by_arm["vllm"]["most_at_once"] > by_arm["orca-max"]["most_at_once"]
+    assert by_arm["kvpolicy"]["counters"].get("vllm:kvpolicy_invalid_marks_total", 0) == 0
 
 
 @pytest.mark.slow

@@ -1,89 +1,101 @@
-"""The bench on a real engine: a small overload through every arm, and how engine processes live and die."""
+"""The demo on real engines, tiny: both loads through every arm, and what a resumed demo does not serve again."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy_vllm.bench.demo_report import DemoReport
-from kvpolicy_vllm.bench.run_demo import QUICK, LinkResult, Loop
+from kvpolicy.study.demo_report import DemoReport
+from kvpolicy_vllm.bench import run_demo
+from kvpolicy_vllm.bench.demo_rounds import Measured
+from kvpolicy_vllm.bench.run_demo import QUICK, Loop
 
-TINY = dataclasses.replace(QUICK, requests=16, warm_up_requests=2, calm_requests=2)
+SHAPE: Mapping[str, object] = {"hidden": 128, "intermediate": 256, "layers": 2, "heads": 4, "kv_heads": 2}
+TINY = dataclasses.replace(
+    QUICK, requests=12, batch_requests=10, blocks=20, load=1e6, warm_up_requests=2, rounds=2, shape=SHAPE
+)
+"""At so high a load all requests are there at once, whatever the capacity of a busy machine."""
+ORDER = "mlfq:base=8"
+ARMS = {
+    "one class above capacity": ["vllm", "best threshold", "learned", f"learned, {ORDER}"],
+    "urgent requests beside a batch": ["vllm", "learned", "learned, urgent"],
+}
 
 
-ARMS = {"vllm", "always-recompute", "always-swap", "learned", "best threshold"}
+def loop(out: Path) -> Loop:
+    """With thresholds in the place of what a profile would have taught."""
+    measured = Measured.opened(out, {"seed": 0, "order": ORDER, **dataclasses.asdict(TINY)})
+    if "train" not in measured.values:
+        measured.values["policy"], measured.values["evaluate"] = "threshold:60", {}
+        measured.keep("train", {"best_threshold": "always-swap"})
+    return Loop(out, TINY, 0, ORDER, measured, Console(stderr=True))
 
 
 @pytest.fixture(scope="module")
-def report(model: str, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
-    """The demo's overload over a simulated link, with a threshold in the learned policy's place."""
-    out = tmp_path_factory.mktemp("demo")
-    loop = Loop(out, Path(model), True, TINY, 0, Console(stderr=True))
-    header = {"kind": "simulated", "bytes_per_s": 1e9, "latency_s": 0.001}
-    trained = {"always_wins": None, "best_threshold": "threshold:60"}
-    link = LinkResult("simulated", SimulatedLink(1e9, 0.001), header, "threshold:100", trained, {})
-    return DemoReport(tuple(loop.overload([link])), str(out / "demo.json"))
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def report(out: Path) -> DemoReport:
+    return loop(out).run()
 
 
 def test_all_arms_say_the_same(report: DemoReport) -> None:
-    comparison = report.links[0].comparison
-    assert comparison.exact, comparison.wrong
-    assert comparison.tokens > 1000
-    assert comparison.tokens % len(ARMS) == 0, "every arm's tokens are compared"
+    assert report.exactness is not None and report.exact, report.exactness["wrong"]
+    outputs = [one.details["workload"] for one in report.scenarios]
+    assert report.exactness["tokens"] > 1000 and all(len(one["requests"]) == TINY.rounds for one in outputs)
 
 
 def test_every_arm_does_what_it_is_named_for(report: DemoReport) -> None:
-    policies = report.links[0].policies
-    assert set(policies) == ARMS
-    assert policies["vllm"]["preemptions"]["recompute"] > 0
-    # Everything arrives at once, so the plugin's recompute must schedule exactly as vLLM alone does.
-    for name in ("preemptions", "recomputed_tokens", "moved_bytes"):
-        assert policies["always-recompute"][name] == policies["vllm"][name]
-    assert policies["vllm"]["recomputed_tokens"] > 0
-    assert policies["vllm"]["moved_bytes"] == 0
-    assert policies["always-swap"]["preemptions"]["swap"] > 0
-    assert policies["always-swap"]["preemptions"]["recompute"] == 0
-    assert policies["always-swap"]["moved_bytes"] > 0
-    assert all(values["runs"] == TINY.blocks for values in policies.values())
+    assert {one.name: list(one.arms) for one in report.scenarios} == ARMS
+    for scenario in report.scenarios:
+        stock, judged = (scenario.policies[arm] for arm in (scenario.stock, scenario.judged))
+        assert stock["preemptions"]["swap"] == stock["moved_bytes"] == 0
+        assert judged["preemptions"]["swap"] > 0 and judged["moved_bytes"] > 0
+        assert all(values["runs"] == TINY.rounds for values in scenario.policies.values())
+    one, two = report.scenarios
+    assert one.policies["vllm"]["preemptions"]["recompute"] > 0
+    assert one.policies["best threshold"]["preemptions"]["recompute"] == 0, "always-swap"
+    assert set(two.policies["vllm"]["classes"]) == {"batch", "urgent"}
+    assert all("unmodified vLLM" in scenario.arms["vllm"] for scenario in report.scenarios)
 
 
-def test_the_pair_without_pressure_has_none(report: DemoReport) -> None:
-    assert report.links[0].no_pressure_preemptions == 0
-    ratio = report.links[0].no_pressure_ratio
-    assert 0 < ratio.low <= ratio.value <= ratio.high
+def test_what_preemptions_cost_is_told_from_a_recorded_run(report: DemoReport) -> None:
+    assert report.bound.recomputed_tokens > 0 and report.bound.decoded_tokens > 100
+    assert report.bound.tax is not None and report.bound.tax > 0
+    assert {"model", "capacity and bound", *ARMS} <= set(report.seconds)
 
 
 def test_json_has_the_promised_shape(report: DemoReport) -> None:
-    part = json.loads(json.dumps(report.to_dict()))["simulated"]
-    assert part["link"]["kind"] == "simulated"
-    for values in part["policies"].values():
-        assert set(values) == {
-            *("throughput_tok_s", "goodput", "ttft_s", "itl_s", "preemptions"),
-            *("recomputed_tokens", "moved_bytes", "runs"),
-            *("e2e_s", "e2e_per_token_s", "longest_gap_s", "fairness", "classes"),
-        }
-        assert set(values["ttft_s"]) == set(values["itl_s"]) == {"mean", "p50", "p99"}
-        assert set(values["preemptions"]) == {"recompute", "swap"}
-    for ratio in (*part["ratios"].values(), part["no_pressure_ratio"]):
-        assert set(ratio) == {"value", "low", "high"}
-    assert {f"throughput learned / {arm}" for arm in ARMS - {"learned"}} <= set(part["ratios"])
-    assert part["exact"] is True
-    assert {"ttft_s", "itl_s", "from"} <= set(part["targets"])
+    whole = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert [entry["name"].partition(":")[0] for entry in whole["headline"]] == list(ARMS)
+    assert all(entry["low"] <= entry["ratio"] <= entry["high"] for entry in whole["headline"])
+    assert whole["machine"]["cpus"] >= 1 and whole["capacity_per_s"] > 0
+    for part in whole["scenarios"].values():
+        assert {"policies", "ratios", "exact", "targets", "workload", "makespan_s"} <= set(part)
+        for values in part["policies"].values():
+            assert set(values) == {
+                *("throughput_tok_s", "goodput", "ttft_s", "itl_s", "preemptions"),
+                *("recomputed_tokens", "moved_bytes", "runs"),
+                *("e2e_s", "e2e_per_token_s", "longest_gap_s", "fairness", "classes"),
+            }
 
 
-def test_the_table_shows_arms_and_names_the_simulated_link(report: DemoReport) -> None:
-    text = report.text()
-    assert all(arm in text for arm in ARMS)
-    assert "SIMULATED link: 1e+09 bytes/s" in text
-    assert "best threshold on the training states: threshold:60; the learned policy's throughput is" in text
-    assert "exact: " in text
+def test_a_resumed_demo_serves_only_what_is_missing(
+    report: DemoReport, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_engine(*_: object) -> None:
+        raise AssertionError("an engine was started")
 
-
-def test_a_constant_threshold_is_no_arm_of_its_own() -> None:
-    link = LinkResult("native", None, {"kind": "native"}, "cheapest:x", {"best_threshold": "always-swap"}, {})
-    assert [arm.name for arm in link.arms()] == ["vllm", "always-recompute", "always-swap", "learned"]
+    monkeypatch.setattr(run_demo, "Arms", no_engine)
+    again = loop(out).run()
+    assert [one.figures for one in again.scenarios] == [one.figures for one in report.scenarios]
+    (out / "rounds" / "two-1.json").unlink()
+    with pytest.raises(AssertionError, match="an engine was started"):
+        loop(out).run()

@@ -61,10 +61,17 @@ class Server(Protocol):
     """What a load asks of a server: see :class:`kvpolicy_vllm.bench.openai_api.Api`."""
 
     async def complete(
-        self, prompt: Sequence[int], output_tokens: int, salt: str = "", said: dict[str, Any] | None = None
+        self,
+        prompt: Sequence[int],
+        output_tokens: int,
+        salt: str = "",
+        said: dict[str, Any] | None = None,
+        priority: int = 0,
     ) -> Answer: ...
 
     async def counters(self) -> dict[str, float]: ...
+
+    async def kv_tokens(self) -> int: ...
 
 
 def drawn(load: ChatLoad, context_tokens: int, rng: random.Random) -> list[Conversation]:

@@ -46,14 +46,15 @@ def environment(measures: bool = True, as_server: bool = False) -> dict[str, str
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    own = {name: value for name, value in os.environ.items() if name != "KVPOLICY"}  # this engine is given flags
     if as_server or not measures:
-        return defaults | os.environ | {"PYTHONPATH": paths} | (_in_process() if measures else {})
+        return defaults | own | {"PYTHONPATH": paths} | (_in_process() if measures else {})
     alone = {
         # The connector is named by module path, so no other plugin is needed; none may affect the measurement.
         "VLLM_PLUGINS": "kvpolicy",
     }
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return defaults | alone | _without_accelerator() | os.environ | offline | {"PYTHONPATH": paths, **_in_process()}
+    return defaults | alone | _without_accelerator() | own | offline | {"PYTHONPATH": paths, **_in_process()}
 
 
 def _in_process() -> dict[str, str]:

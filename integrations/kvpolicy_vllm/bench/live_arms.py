@@ -14,8 +14,11 @@ from kvpolicy.fields import WrongValue, changed_values, read
 from kvpolicy.settings import BenchTarget, ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.live_server import LiveServer, refuse_own_flags
+from kvpolicy_vllm.bench.reservation import RESERVED
 
 STOCK, PLUGIN, HINTS = "vllm", "kvpolicy", "hints"
+RESERVING = {f"orca-{how}": how for how in RESERVED}
+"""Arms whose requests wait until their reserved lengths fit into the KV cache, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +32,12 @@ class LiveArm:
     """That starts the server, without host and port. Arms with equal ones share it."""
     hints: bool = False
     """Whether requests carry hints."""
+    reserve: str = ""
+    """What each request reserves of the KV cache before it is sent, one of :data:`RESERVED`; empty for nothing."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "url": self.url, "command": list(self.command), "hints": self.hints}
+        values = {"name": self.name, "url": self.url, "command": list(self.command), "hints": self.hints}
+        return values | ({"reserve": self.reserve} if self.reserve else {})
 
 
 def arms_of(at: BenchTarget) -> tuple[LiveArm, ...]:
@@ -63,18 +69,21 @@ def _arm(text: str, at: BenchTarget) -> LiveArm:
     hints = given.pop("hints", name == HINTS)
     if not isinstance(hints, bool):
         raise WrongValue("arm", f'is {text!r}, whose "hints" should be true or false')
+    reserve = given.pop("reserve", RESERVING.get(name, ""))
+    if reserve not in ("", *RESERVED):
+        raise WrongValue("arm", f'is {text!r}, whose "reserve" should be one of {", ".join(RESERVED)}')
     if at.is_url:
         url = given.pop("url", at.target)
         if given or not isinstance(url, str):
-            raise WrongValue("arm", f'is {text!r}: of a server that runs, JSON has "url" and "hints" alone')
-        return LiveArm(name, url, hints=hints)
-    return LiveArm(name, command=tuple(_command(name, given, at)), hints=hints)
+            raise WrongValue("arm", f'is {text!r}: of a server that runs, JSON has "url", "hints" and "reserve" alone')
+        return LiveArm(name, url, hints=hints, reserve=reserve)
+    return LiveArm(name, command=tuple(_command(name, given, at, bool(reserve))), hints=hints, reserve=reserve)
 
 
-def _command(name: str, given: Mapping[str, Any], at: BenchTarget) -> Sequence[str]:
-    if name == STOCK:
+def _command(name: str, given: Mapping[str, Any], at: BenchTarget, reserves: bool) -> Sequence[str]:
+    if name == STOCK or reserves:
         if given:
-            raise WrongValue("arm", f"{STOCK} is vLLM without the plugin, and takes no settings ({', '.join(given)})")
+            raise WrongValue("arm", f"{name} is vLLM without the plugin, and takes no settings ({', '.join(given)})")
         return [*launch.server(at.target), *at.vllm_flags]
     settings = read(ServerSettings, changed_values(at.settings) | dict(given), f"arm {name}")
     return launch.serve_command(at.target, launch.options(settings), at.vllm_flags)

@@ -21,6 +21,8 @@ from kvpolicy_vllm.bench.load_results import analytics_figures, chat_figures
 
 Cell = Mapping[str, Any]
 """One setting of a load: names and values."""
+Served = Sequence[tuple[Cell, Mapping[str, Mapping[str, Any]]]]
+"""What has been served: each setting with the figures of its runs by arm, in one round."""
 SEED_STEP = 1000
 """Between the seeds of rounds, so that no two rounds send the same texts."""
 
@@ -34,6 +36,8 @@ class Terms:
     context_tokens: int
     salt: str
     hints: bool
+    reserve: str = ""
+    """What each request reserves of the KV cache before it is sent; empty for nothing."""
     progress: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.monotonic
 
@@ -49,7 +53,9 @@ class Kind(Protocol):
         """Field of a run's figures: what is answered per second."""
         ...
 
-    def cells(self) -> list[Cell]: ...
+    def next_cell(self, served: Served) -> Cell | None:
+        """The setting that the first round serves next; None after the last one. Later rounds serve the same."""
+        ...
 
     async def run(self, cell: Cell, round_: int, terms: Terms) -> dict[str, Any]:
         """The figures of one run."""
@@ -60,6 +66,11 @@ class Kind(Protocol):
         ...
 
 
+def following(cells: Sequence[Cell], served: Served) -> Cell | None:
+    """The cell after those that were served; None after the last one."""
+    return cells[len(served)] if len(served) < len(cells) else None
+
+
 @dataclass(frozen=True, slots=True)
 class ChatKind:
     """Chats by number of chatters and share of prefixed conversations."""
@@ -68,10 +79,11 @@ class ChatKind:
     name: str = "chat"
     rate: str = "messages_s"
 
-    def cells(self) -> list[Cell]:
-        return [
+    def next_cell(self, served: Served) -> Cell | None:
+        cells = [
             {"chatters": chatters, "prefixed": share} for chatters in self.load.chatters for share in self.load.prefixed
         ]
+        return following(cells, served)
 
     def _conversations(self, cell: Cell, round_: int, context_tokens: int) -> list[Conversation]:
         seed = self._seed(round_)
@@ -147,8 +159,8 @@ class AnalyticsKind:
     name: str = "analytics"
     rate: str = "requests_s"
 
-    def cells(self) -> list[Cell]:
-        return [{"prefix_tokens": tokens} for tokens in self.load.prefix_tokens]
+    def next_cell(self, served: Served) -> Cell | None:
+        return following([{"prefix_tokens": tokens} for tokens in self.load.prefix_tokens], served)
 
     def _content(self, cell: Cell, round_: int, terms: Terms) -> tuple[list[int], list[list[int]]]:
         """The prefix and the texts."""
@@ -175,8 +187,3 @@ class AnalyticsKind:
         prefix, all_texts = self._content(cell, round_, terms)
         answer = next(row["token_ids"] for row in rows if row["conversation"] == at["conversation"])
         return [*prefix, *all_texts[int(at["conversation"])], *answer[: at["token"]]]
-
-
-def kind_of(load: ChatLoad | AnalyticsLoad) -> Kind:
-    """The kind of a load, by its settings."""
-    return ChatKind(load) if isinstance(load, ChatLoad) else AnalyticsKind(load)

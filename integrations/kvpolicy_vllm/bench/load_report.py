@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.stats import Ratio, student_ratio
+from kvpolicy_vllm.bench.rate_sweep import sustained
 
 WIDTH = 160
 COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
@@ -36,11 +37,25 @@ COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
         ("prefix s", "prefix_s", ".3g"),
         ("hit rate", "hit_rate", ".1%"),
     ),
+    "rate": (
+        ("finished/s", "requests_s", ".3g"),
+        ("TTFT s mean", "ttft_s.mean", ".3g"),
+        ("p50", "ttft_s.p50", ".3g"),
+        ("p99", "ttft_s.p99", ".3g"),
+        ("ITL ms mean", "itl_s.mean", "ms"),
+        ("p99", "itl_s.p99", "ms"),
+        ("e2e s mean", "e2e_s.mean", ".3g"),
+        ("ms a token", "e2e_per_token_s.mean", "ms"),
+        ("goodput/s", "goodput_req_s", ".3g"),
+        ("in time", "slo_share", ".1%"),
+        ("at once", "most_at_once", ".0f"),
+    ),
 }
 """Heads, figures of a run, and their formats. Shown are means over rounds."""
 COMPARED: Mapping[str, Sequence[str]] = {
     "chat": ("messages_s", "ttft_s.mean", "e2e_s.mean"),
     "analytics": ("requests_s", "e2e_s.mean"),
+    "rate": ("e2e_per_token_s.mean", "ttft_s.mean", "goodput_req_s"),
 }
 """Figures whose ratio to the first arm is shown, with an interval over rounds."""
 
@@ -75,11 +90,22 @@ class LoadReport:
             "cells": cells,
             "errors": self.errors(),
             "tokens": {"compared": tokens, "different": different, "largest_gap": gap},
-        }
+        } | ({"sustained": dict(self.sustained())} if self._is_sweep else {})
 
     @property
     def _columns(self) -> Sequence[tuple[str, str, str]]:
         return COLUMNS[self.results["kind"]]
+
+    @property
+    def _is_sweep(self) -> bool:
+        return self.results["kind"] == "rate" and all("rate" in cell for cell in self.cells())
+
+    def sustained(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Of every arm the highest rate before its latency exploded, that at which it had, and why."""
+        for name in self.arms:
+            runs = {cell["rate"]: self._by_arm(cell)[name] for cell in self.cells()}
+            rate, exploded, why = sustained(runs, self.results["load"]["explodes"])
+            yield name, {"rate": rate, "exploded": exploded, "why": why}
 
     @property
     def arms(self) -> list[str]:
@@ -100,21 +126,15 @@ class LoadReport:
         return fmean(known) if known else None
 
     def ratios(self, cell: Mapping[str, Any]) -> Iterator[tuple[str, Ratio]]:
-        """Figures over those of the first arm, over the rounds in which both have them."""
+        """Figures over those of the first arm. None of a figure that is 0, or that nobody knows, in some round: without
+        that round, which is the worst one, the ratio would be of the better rounds."""
         by_arm = self._by_arm(cell)
         first, *others = self.arms
         for name in others:
             for figure in COMPARED[self.results["kind"]]:
-                pairs = [
-                    (above, below)
-                    for one, other in zip(by_arm[name], by_arm[first], strict=True)
-                    if (above := value_of(one, figure)) and (below := value_of(other, figure))
-                ]
-                if pairs:
-                    yield (
-                        f"{figure} {name} / {first}",
-                        student_ratio([above for above, _ in pairs], [below for _, below in pairs]),
-                    )
+                above, below = ([value_of(run, figure) for run in by_arm[arm]] for arm in (name, first))
+                if above and all(above) and all(below):
+                    yield f"{figure} {name} / {first}", student_ratio(_known(above), _known(below))
 
     def errors(self) -> dict[str, int]:
         """Requests by what went wrong, over all arms."""
@@ -150,7 +170,7 @@ class LoadReport:
         for cell in cells:
             for name, runs in self._by_arm(cell).items():
                 values = ((self._mean(runs, figure), form) for _, figure, form in self._columns)
-                shown = ("" if value is None else format(value, form) for value, form in values)
+                shown = ("" if value is None else _form(value, form) for value, form in values)
                 table.add_row(*(f"{cell[head]:g}" for head in heads), name, *shown)
         return table
 
@@ -159,6 +179,10 @@ class LoadReport:
             where = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in cell.items())
             for name, ratio in self.ratios(cell):
                 yield f"{where}: {name}: {ratio.text()}"
+        for name, found in self.sustained() if self._is_sweep else ():
+            kept = "no rate" if found["rate"] is None else f"{found['rate']:g} requests per second"
+            why = "" if found["exploded"] is None else f"; at {found['exploded']:g} {found['why']}"
+            yield f"{name}: serves {kept}{why or ', the highest rate tried'}"
         yield "figures are means over rounds; in brackets 95% intervals of ratios over rounds"
         tokens, different, gap = self.compared()
         if len(self.arms) > 1:
@@ -167,6 +191,15 @@ class LoadReport:
         for reason, count in self.errors().items():
             yield f"errors: {count} x {reason}"
         yield f"written to {self.path}"
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _form(value: float, form: str) -> str:
+    """A figure in a format; ``ms``: seconds as milliseconds."""
+    return f"{1e3 * value:.3g}" if form == "ms" else format(value, form)
 
 
 def value_of(run: Mapping[str, Any], figure: str) -> float | None:

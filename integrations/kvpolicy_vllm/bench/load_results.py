@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+from kvpolicy.latency import ClassTally, Slo
 from kvpolicy.stats import mean_and_percentiles
 from kvpolicy_vllm.bench.analytics_load import AnalyticsRun
 from kvpolicy_vllm.bench.chat_load import ChatRun
 from kvpolicy_vllm.bench.openai_api import Answer
+from kvpolicy_vllm.bench.rate_load import RateRun, Sent
 
 QUERIES = "vllm:prefix_cache_queries_total"
 HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
@@ -74,6 +77,93 @@ def analytics_figures(run: AnalyticsRun) -> dict[str, Any]:
             for number, answer in enumerate(answers)
         ],
     }
+
+
+NOT_MEASURED = ("prefix_hits", "steady_tok_s")
+"""Of a class's summary: what a client does not see."""
+MIN_STEADY = 8
+"""Requests from which on the rate in the middle of a run is taken."""
+
+
+def rate_figures(run: RateRun, slo: Slo) -> dict[str, Any]:
+    """One run at a rate, for a file. Latencies count from the arrival, of the answers without an error. ``slo``:
+    deadlines for requests that bring none."""
+    good = [one for one in run.sent if not one.answer.error]
+    ends_s = sorted(one.sent_s + one.answer.e2e_s for one in good)
+    whole = _service(run.sent, slo)
+    names = sorted({one.request.class_name for one in run.sent})
+    return {
+        **whole,
+        "requests_s": len(good) / whole["makespan_s"] if whole["makespan_s"] else None,
+        "offered_s": steady_rate([one.due_s for one in run.sent]),
+        "finished_s": steady_rate(ends_s),
+        "most_at_once": _most_at_once(run.sent),
+        "lag_s": _summary(one.lag_s for one in run.sent),
+        "classes": {name: _service([o for o in run.sent if o.request.class_name == name], slo) for name in names},
+        "hit_rate": hit_rate(run.before, run.after),
+        "counters": _grown(run.before, run.after),
+        "errors": _errors(one.answer for one in run.sent),
+        "rows": [
+            {
+                "conversation": str(one.number),
+                "turn": 0,
+                "class": one.request.class_name,
+                "prompt_tokens": one.request.prompt_tokens,
+                "due_s": one.due_s,
+                "sent_s": one.sent_s,
+                "ttft_s": None if one.answer.ttft_s is None else one.waited_s + one.answer.ttft_s,
+                "e2e_s": one.waited_s + one.answer.e2e_s,
+                "token_ids": list(one.answer.token_ids),
+                "error": one.answer.error,
+            }
+            for one in run.sent
+        ],
+    }
+
+
+def _service(sent: Sequence[Sent], slo: Slo) -> dict[str, Any]:
+    """As :class:`kvpolicy.latency.ClassSummary`, but a request that failed has missed its deadlines."""
+    tally, missed = ClassTally(slo), 0
+    for one in sent:
+        request, answer = one.request, one.answer
+        if answer.error or not answer.token_s:
+            missed += slo.met(0.0, 0.0, request.ttft_s, request.tpot_s) is not None
+            continue
+        gaps_s = [later - earlier for earlier, later in pairwise(answer.token_s)]
+        tally.itl.extend(gaps_s, 1)
+        first_s, last_s = (one.sent_s + answer.token_s[at] for at in (0, -1))
+        tally.finished(
+            one.due_s, first_s, last_s, len(answer.token_s), max(gaps_s, default=0.0), request.ttft_s, request.tpot_s
+        )
+    found = {name: value for name, value in tally.summary().to_dict().items() if name not in NOT_MEASURED}
+    if missed:
+        met = (found["slo_share"] or 0.0) * found["deadline_requests"]
+        found["deadline_requests"] += missed
+        found["slo_share"] = met / found["deadline_requests"]
+        found["goodput_req_s"] = found["goodput_req_s"] or 0.0
+    return found
+
+
+def steady_rate(times_s: Sequence[float]) -> float | None:
+    """Events per second between the quarter and three quarters of them, so that neither the begin nor the end of a run
+    counts; None for fewer than :data:`MIN_STEADY`, or all at once."""
+    if len(times_s) < MIN_STEADY:
+        return None
+    ordered = sorted(times_s)
+    low, high = len(ordered) // 4, 3 * len(ordered) // 4
+    seconds = ordered[high] - ordered[low]
+    return (high - low) / seconds if seconds > 0 else None
+
+
+def _most_at_once(sent: Iterable[Sent]) -> int:
+    """Requests that were at the server at the same time."""
+    changes = sorted((at_s, change) for one in sent
+                     for at_s, change in ((one.sent_s, 1), (one.sent_s + one.answer.e2e_s, -1)))  # fmt: skip
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
 
 
 def _summary(values: Iterable[float | None]) -> dict[str, float] | None:

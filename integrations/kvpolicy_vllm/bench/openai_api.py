@@ -7,6 +7,7 @@ compared. Needs aiohttp, and no engine.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,8 @@ from kvpolicy.errors import InputError, KVPolicyError
 
 TIMEOUT_S = 3600.0
 """A request that takes longer is an error."""
+CACHE, LABEL = "vllm:cache_config_info", re.compile(r'(\w+)="([^"]*)"')
+"""The metric whose labels say how large the KV cache is, and what a label looks like."""
 MESSAGE_LETTERS = 160
 """Letters of a server's error message that are kept."""
 
@@ -37,6 +40,8 @@ class Answer:
     token_ids: tuple[int, ...]
     error: str = ""
     """What went wrong; empty where nothing did."""
+    token_s: tuple[float, ...] = ()
+    """From sending to each token; those of one event of the stream have one time."""
 
     @property
     def end_s(self) -> float:
@@ -59,22 +64,29 @@ class Api:
         self._clock = clock
 
     async def complete(
-        self, prompt: Sequence[int], output_tokens: int, salt: str = "", said: Mapping[str, Any] | None = None
+        self,
+        prompt: Sequence[int],
+        output_tokens: int,
+        salt: str = "",
+        said: Mapping[str, Any] | None = None,
+        priority: int = 0,
     ) -> Answer:
         """Ask for exactly so many greedy tokens. Never raises for what a server or a network does: see ``error``.
 
         ``salt``: requests with different ones share no cached prefix. ``said``: of ``kv_transfer_params``.
+        ``priority``: lower goes first; sent unless it is 0.
         """
         body = self._body(prompt, output_tokens, salt) | ({"kv_transfer_params": dict(said)} if said else {})
-        sent_s, first_s, error = self._clock(), None, ""
+        body |= {"priority": priority} if priority else {}
+        sent_s, error = self._clock(), ""
         token_ids: list[int] = []
+        token_s: list[float] = []
         try:
             async with self._session.post(f"{self.url}/v1/completions", json=body) as response:
                 await refuse_status(response)
                 async for event in events(response.content.iter_any()):
                     new = _token_ids(event)
-                    if new and first_s is None:
-                        first_s = self._clock()
+                    token_s += [self._clock() - sent_s] * len(new)
                     token_ids += new
             if len(token_ids) != output_tokens:
                 error = "fewer or more tokens than asked for"
@@ -83,7 +95,8 @@ class Api:
         except (TimeoutError, aiohttp.ClientError, json.JSONDecodeError) as failed:
             error = f"{type(failed).__name__}: {failed}"[:MESSAGE_LETTERS]
         end_s = self._clock()
-        return Answer(sent_s, None if first_s is None else first_s - sent_s, end_s - sent_s, tuple(token_ids), error)
+        first_s = token_s[0] if token_s else None
+        return Answer(sent_s, first_s, end_s - sent_s, tuple(token_ids), error, tuple(token_s))
 
     def _body(self, prompt: Sequence[int], output_tokens: int, salt: str) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -123,10 +136,30 @@ class Api:
 
     async def counters(self) -> dict[str, float]:
         """The counters that :data:`kvpolicy.client.COUNTED` names, each summed over its labels. Raises InputError."""
+        return counters_in(await self._metrics())
+
+    async def kv_tokens(self) -> int:
+        """Tokens that the server's KV cache holds, over its engine cores, each of which keeps a block for itself.
+
+        Raises InputError where the server does not say.
+        """
+        tokens = 0
+        for line in (await self._metrics()).splitlines():
+            if line.startswith(f"{CACHE}{{"):
+                labels = dict(LABEL.findall(line))
+                try:
+                    tokens += (int(labels["num_gpu_blocks"]) - 1) * int(labels["block_size"])
+                except (KeyError, ValueError):
+                    break
+        if not tokens:
+            raise InputError(f"{self.url}/metrics does not say in {CACHE} how many KV blocks there are")
+        return tokens
+
+    async def _metrics(self) -> str:
         try:
             async with self._session.get(f"{self.url}/metrics") as response:
                 await refuse_status(response)
-                return counters_in(await response.text())
+                return str(await response.text())
         except (TimeoutError, aiohttp.ClientError, StreamError) as error:
             raise InputError(f"{self.url}/metrics cannot be read: {error}") from error
 
@@ -142,7 +175,9 @@ class Api:
 @asynccontextmanager
 async def connected(url: str, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Api]:
     """A server at ``url``, by the name of the model that it serves. Raises InputError where none answers."""
-    connector = aiohttp.TCPConnector(limit=0)  # as many connections as there are requests
+    # As many connections as there are requests, each used once: a server closes idle ones after some seconds, and a
+    # request that is sent at that moment would fail.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=30.0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         api = Api(url, session, clock=clock)

@@ -51,6 +51,8 @@ class Arm:
     """Order of service. Without the plugin ``fcfs`` or ``priority``, which is vLLM's own priority scheduling."""
     extra: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
     """Further settings of the plugin, by name."""
+    own_engine: bool = field(default=False, kw_only=True)
+    """Whether an arm without the plugin shares no engine with others, so that it is vLLM as anybody would start it."""
 
     @property
     def engine(self) -> Arm:

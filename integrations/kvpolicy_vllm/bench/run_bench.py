@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import InputError
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad
+from kvpolicy.fields import WrongValue
+from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
+from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of
-from kvpolicy_vllm.bench.load_kinds import Cell, Kind, Terms, kind_of
+from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
 from kvpolicy_vllm.bench.load_results import differences
 from kvpolicy_vllm.bench.openai_api import Api, connected
+from kvpolicy_vllm.bench.rate_kind import RateKind
+from kvpolicy_vllm.bench.resumed_inputs import digests, versions
 
 FORMAT = 1
 """Of bench.json."""
@@ -44,21 +48,35 @@ class Model:
     vocabulary: tuple[int, ...]
 
 
-def bench(out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> LoadReport:
+def kind_of(load: Load) -> Kind:
+    """The kind of a load, by its settings."""
+    if isinstance(load, RateLoad):
+        return RateKind(load)
+    return ChatKind(load) if isinstance(load, ChatLoad) else AnalyticsKind(load)
+
+
+def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     """Put the load on every arm, and write ``out/bench.json``.
 
     Raises InputError where ``out`` has another bench, EngineFailed where a server does not start or ends.
     """
     kind, arms = kind_of(load), arms_of(at)
+    refuse_reserving(kind, arms)
+    if (workload := getattr(load, "workload", None)) is not None:
+        open_workload(workload)  # what is wrong with it is said before a server is started
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
-            "arms": [arm.to_dict() for arm in arms]}  # fmt: skip
+            "arms": [arm.to_dict() for arm in arms], "versions": versions(),
+            "files": digests(getattr(load, "workload", None), [arm.command for arm in arms])}  # fmt: skip
     runs = out / "runs"
     take_up(out, plan)
     with Servers(out / "logs", say) as servers:
         driver = Driver(kind, arms, servers, out)
         rng = random.Random(f"{load.load_seed} order of arms")
-        for round_ in range(load.rounds):
-            for cell in kind.cells():
+        served: list[tuple[Cell, dict[str, dict[str, Any]]]] = []
+        while (cell := kind.next_cell(served)) is not None:
+            served.append((cell, driver.serve(cell, 0, rng.sample(arms, len(arms)))))
+        for round_ in range(1, load.rounds):
+            for cell, _ in served:
                 driver.serve(cell, round_, rng.sample(arms, len(arms)))
     written = [json.loads(path.read_text()) for path in sorted(runs.glob("*.json"))]
     results = plan | {
@@ -70,16 +88,25 @@ def bench(out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> LoadRep
     return LoadReport(results, str(out / "bench.json"))
 
 
+def refuse_reserving(kind: Kind, arms: Sequence[LiveArm]) -> None:
+    """Raise WrongValue for an arm that reserves memory under a load whose requests do not."""
+    reserving = [arm.name for arm in arms if arm.reserve]
+    if reserving and not isinstance(kind, RateKind):
+        raise WrongValue("arm", f"{reserving[0]} reserves memory, which is of `kvpolicy bench rate`: leave it out")
+
+
 def plain(value: Any) -> Any:
     """The value as JSON gives it back."""
     return json.loads(json.dumps(value, default=str))
 
 
 def take_up(out: Path, plan: Mapping[str, Any]) -> None:
-    """Begin a bench in a folder, or go on with the one there. Raises InputError for another one."""
+    """Begin a bench in a folder, or go on with the one there, once it has a run. Raises InputError for another one."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is a file, should be a folder")
     (out / "runs").mkdir(parents=True, exist_ok=True)
     path = out / "plan.json"
-    if not path.exists():
+    if not any((out / "runs").iterdir()):
         write(path, plan)
         return
     try:
@@ -117,8 +144,8 @@ class Driver:
         values = "-".join(f"{key}-{value}" for key, value in cell.items())
         return self._out / "runs" / f"round-{round_:03}-{values}-{name}.json"
 
-    def serve(self, cell: Cell, round_: int, arms: Sequence[LiveArm]) -> None:
-        """One setting by all arms, in this order, and then their tokens compared."""
+    def serve(self, cell: Cell, round_: int, arms: Sequence[LiveArm]) -> dict[str, dict[str, Any]]:
+        """One setting by all arms, in this order, and then their tokens compared. Returns each arm's figures."""
         missing = [arm for arm in arms if not self._path(cell, round_, f"arm-{arm.name}").exists()]
         for arm in missing:
             figures = asyncio.run(self._run(cell, round_, arm))
@@ -127,6 +154,7 @@ class Driver:
         compared = self._path(cell, round_, "tokens")
         if not compared.exists():
             write(compared, {"cell": cell, "round": round_, "tokens": asyncio.run(self._compare(cell, round_))})
+        return {arm.name: self._figures(cell, round_, arm) for arm in self._arms}
 
     def _line(self, figures: Mapping[str, Any]) -> str:
         rate, errors = figures[self._kind.rate], sum(figures["errors"].values())
@@ -149,7 +177,7 @@ class Driver:
             write(self._out / "model.json", asdict(self._model))
         # Two runs on one server share no cached prefix, so that neither finds what the other has computed.
         salt = f"{arm.name} {words(cell)} {round_}"
-        return Terms(api, self._model.vocabulary, self._model.context_tokens, salt, arm.hints)
+        return Terms(api, self._model.vocabulary, self._model.context_tokens, salt, arm.hints, arm.reserve)
 
     async def _warm_up(self, api: Api, terms: Terms) -> None:
         """Some requests before a server's first run. Raises InputError where they fail."""
@@ -177,7 +205,10 @@ class Driver:
         return found
 
     def _rows(self, cell: Cell, round_: int, arm: LiveArm) -> list[dict[str, Any]]:
-        return list(json.loads(self._path(cell, round_, f"arm-{arm.name}").read_text())["rows"])
+        return list(self._figures(cell, round_, arm)["rows"])
+
+    def _figures(self, cell: Cell, round_: int, arm: LiveArm) -> dict[str, Any]:
+        return dict(json.loads(self._path(cell, round_, f"arm-{arm.name}").read_text()))
 
 
 def words(cell: Cell) -> str:

@@ -43,7 +43,6 @@ from kvpolicy_vllm.bench.reach import (
     study_states,
     time_left,
 )
-from kvpolicy_vllm.bench.run_demo import SHAPE
 from kvpolicy_vllm.bench.run_profile import (
     ProgressCallback,
     measure_part,
@@ -57,6 +56,9 @@ from kvpolicy_vllm.bench.run_profile import (
 from kvpolicy_vllm.bench.serve_job import ServedJob, serve_part
 from kvpolicy_vllm.bench.states import Span
 
+SHAPE = {"hidden": 512, "intermediate": 1536, "layers": 2, "spread": 0.1}
+"""Of the model that is made where none is given, 8.4 million parameters. It is wide and flat: in a narrower, deeper
+model the fixed cost of a step in Python would hide the cost of recomputed tokens, unlike in real models."""
 NAME_SEPARATOR = ", "
 """Separates the names of the parts that one core holds."""
 STUDIED = {

@@ -1,62 +1,85 @@
-"""`kvpolicy demo`: measures, trains and evaluates, then serves the same overload with and without the plugin.
+"""`kvpolicy demo`: what preemptions cost on this machine, and two loads served by unmodified vLLM and with the plugin.
 
-Everything is done twice: over the native link, and over a simulated one on which a copy takes about as long as what
-swap saves. (Without an accelerator copies are so cheap that swap nearly always wins: the best policy is then a
-constant.)
+A model is made from a seed. Its capacity and what preemptions cost are measured, and a cost model is trained on a
+profile of little more than a minute. Then requests that come faster than they can be served, and urgent requests beside
+a batch, are served in alternating rounds. The headline is fixed beforehand (:data:`HEADLINES`), and every token is
+compared with unmodified vLLM's.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import os
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.datasets.threshold import BEST_THRESHOLD
 from kvpolicy.errors import InputError
+from kvpolicy.evaluation.log_headroom import log_headroom
 from kvpolicy.evaluation.replay import evaluate
-from kvpolicy.hardware.link import SimulatedLink, header_link
-from kvpolicy.settings import Measurement
-from kvpolicy.stats import mean_and_percentiles
+from kvpolicy.fields import WrongValue
+from kvpolicy.headroom import Headroom
+from kvpolicy.settings import DEMO_ORDER, Measurement
+from kvpolicy.study.demo_report import DEMO_JSON, TITLES, DemoReport, ScenarioReport, bound_line
+from kvpolicy.trace import TraceError, read
 from kvpolicy.training import train
-from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
-from kvpolicy_vllm.bench.demo_report import DemoReport, LinkReport
-from kvpolicy_vllm.bench.engine_process import EngineProcess
-from kvpolicy_vllm.bench.exactness import Comparison, compare
-from kvpolicy_vllm.bench.overload import (
-    STOCK,
-    STOCK_ORDER,
-    Arm,
-    Arms,
-    ProgressCallback,
-    Run,
-    Settings,
-    Targets,
-    alternate,
-    by_arm,
-    summary,
-    throughput_ratio,
-    ttft_ratio,
+from kvpolicy.workload import Workload
+from kvpolicy.workload.near_capacity import (
+    BURST,
+    CONTEXT_TOKENS,
+    SCALE,
+    URGENT_TOKENS,
+    arriving_within,
+    at_once,
+    shuffled,
+    with_bursts,
 )
+from kvpolicy_vllm.bench.demo_rounds import ROUNDS, STATE, Measured
+from kvpolicy_vllm.bench.exactness import Comparison
+from kvpolicy_vllm.bench.live_scenarios import (
+    BLOCK_SIZE,
+    FIGURES,
+    HOST_GIB,
+    ONE_CLASS,
+    SHAPE,
+    TWO_CLASSES,
+    Figure,
+    capacity_of,
+    compared,
+    made_llm,
+)
+from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings, Targets, by_arm, summary
 from kvpolicy_vllm.bench.profile_parts import Extent
+from kvpolicy_vllm.bench.profile_results import ProfileReport
 from kvpolicy_vllm.bench.progress import Bar
+from kvpolicy_vllm.bench.resumed_inputs import versions
 from kvpolicy_vllm.bench.run_profile import profile
-from kvpolicy_vllm.bench.slow_link import Costs, slow_link
 
 FIXED = ("always-recompute", "always-swap")
-LEARNED = "learned"
-REFERENCE = "memory enough"
-ITL_FACTOR = 1.25
-DEMO_JSON = "demo.json"
-PARTS = ("llm", "traces", "models", "logs")
+LEARNED, RECORDED = "learned", "recorded"
+URGENT_ORDER = "urgent"
+STOCK_ORDERS: Mapping[str, str] = {ONE_CLASS: "fcfs", TWO_CLASSES: "priority"}
+"""Unmodified vLLM's scheduling policy, and the order of the arms without one of the plugin's own."""
+NAMES: Mapping[str, str] = {ONE_CLASS: "one class above capacity", TWO_CLASSES: "urgent requests beside a batch"}
+HEADLINES: Mapping[str, str] = {ONE_CLASS: "TTFT", TWO_CLASSES: "urgent TTFT"}
+TTFT_TARGET_S = 1.0
+MIN_STATES = 12
+"""Of the profile; its time is a multiple of the plan's, by :data:`TIME_FACTORS`, until there are so many."""
+TIME_FACTORS = (1.0, 0.5, 1.0, 2.0, 4.0)
+ITL_FACTOR = 2.0
+PAGE = "demo.html"
+PARTS = ("llm", "traces", "models", "logs", ROUNDS, STATE, f".{STATE}", PAGE)
 """Entries that a demo writes into its folder besides demo.json."""
+OWN: Mapping[str, Sequence[str]] = {"traces": ("profile", "above-capacity"), "models": ("learned",)}
+"""What it writes into those that have the names of a user's own folders, which are not to be removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,56 +87,36 @@ class Plan:
     """How much the demo does."""
 
     extent: Extent
-    blocks: int
-    """Blocks of the overload. A block is one workload that all arms serve, in random order."""
+    minutes: float
+    """Of the profile."""
     requests: int
-    """Requests per block."""
+    """Of one class, per round."""
+    batch_requests: int
+    """Beside the urgent ones."""
+    bursts: int
+    """Of urgent requests, per round."""
+    blocks: int
+    """KV blocks that requests can have."""
+    load: float
+    """Arrivals of one class, as a share of the capacity."""
+    rounds: int
     warm_up_requests: int
-    pairs: int
-    """Pairs of runs without memory pressure, plugin off and on."""
-    calm_requests: int
-    """Requests per run without memory pressure."""
-    context_tokens: int
-    scale: float
-    """Factor on the lengths of the public trace."""
-    memory_share: float
-    """Device memory of the overload, as a share of what all its requests would take at their longest."""
+    shape: Mapping[str, object]
 
 
-SHAPE = {"hidden": 512, "intermediate": 1536, "layers": 2, "spread": 0.1}
-"""Shape of the demo's model, 8.4 million parameters. It is wide and flat: in a narrower, deeper model the fixed cost of
-a step in Python would hide the cost of recomputed tokens, unlike in real models."""
-# Lengths and loads match the overload's, so that the policy is trained on the range in which it will serve.
-_EXTENT = {
-    "passes": 2,
-    "repeats": 1,
-    "max_tokens": 512,
-    "max_batch_tokens": 4000,
-    "model_tokens": 2048,
-    "max_extra": 1,
-}
+# Lengths and loads match the scenarios', so that the policy is trained on the range in which it will serve.
+_EXTENT = Extent(
+    (BLOCK_SIZE,), states=52, passes=1, repeats=1, check_pairs=2, max_tokens=512, max_others=15, max_batch_tokens=4000,
+    model_tokens=2048, max_extra=1,
+)  # fmt: skip
 FULL = Plan(
-    extent=Extent((32,), states=64, check_pairs=5, max_others=15, **_EXTENT),
-    blocks=10,
-    requests=48,
-    warm_up_requests=32,
-    pairs=8,
-    calm_requests=6,
-    context_tokens=384,
-    scale=0.12,
-    memory_share=0.33,
-)
+    _EXTENT, minutes=1.25, requests=36, batch_requests=22, bursts=3, blocks=56, load=1.7, rounds=4,
+    warm_up_requests=8, shape=SHAPE,
+)  # fmt: skip
 QUICK = Plan(
-    extent=Extent((32,), states=52, check_pairs=2, max_others=8, **_EXTENT),
-    blocks=2,
-    requests=24,
-    warm_up_requests=16,
-    pairs=2,
-    calm_requests=3,
-    context_tokens=512,
-    scale=0.15,
-    memory_share=0.3,
-)
+    _EXTENT, minutes=1.25, requests=28, batch_requests=20, bursts=3, blocks=48, load=1.7, rounds=2,
+    warm_up_requests=8, shape=SHAPE,
+)  # fmt: skip
 
 
 def demo(
@@ -121,260 +124,258 @@ def demo(
     quick: bool = False,
     seed: int = 0,
     plan: Plan | None = None,
-    order: str = STOCK_ORDER,
+    order: str = DEMO_ORDER,
 ) -> DemoReport:
-    """Run the whole loop on a small model and write ``out/demo.json``; ``out`` is by default ``out/demo``.
+    """Run the demo on a small model and write ``out/demo.json``; ``out`` is by default ``out/demo``.
 
-    ``order``: the order of service of the arms with the plugin; with another one than ``fcfs`` the arm without it is an
-    engine of its own.
+    ``order``: the order of service of the first scenario's last arm.
 
-    An unfinished demo in ``out`` is resumed with its unfinished profile; a finished one is replaced. Raises InputError
-    where ``out`` holds something else, EngineFailed where an engine fails.
+    An unfinished demo in ``out`` is resumed; a finished one is replaced. Raises InputError where ``out`` holds
+    something else, or a demo that was begun with other arguments, WrongValue for stock vLLM's order, EngineFailed where
+    an engine fails.
     """
+    if order in STOCK_ORDERS.values():
+        raise WrongValue("order", f"is {order}, which other arms have: should be another, as {DEMO_ORDER}")
     out = Path("out/demo") if out is None else Path(out)
     plan = (QUICK if quick else FULL) if plan is None else plan
     _clear_folder(out)
-    console = Console(stderr=True)
-    console.rule("a small Llama, made from a seed")
-    with EngineProcess("kvpolicy_vllm.bench.inspect_model", out / "logs" / "preparing.log") as process:
-        answer = process.ask({"llm": None, "make": str(out / "llm"), "seed": seed, "shape": SHAPE})
-    loop = Loop(out, Path(answer["llm"]), not answer["device"], plan, seed, console, order)
-    native = loop.measure("native", None)
-    link = loop.simulated_link()
-    results = [native] if link is None else [native, loop.measure("simulated", link)]
-    report = DemoReport(tuple(loop.overload(results)), str(out / DEMO_JSON))
+    measured = Measured.opened(out, {"seed": seed, "order": order, **asdict(plan), "versions": versions()})
+    report = Loop(out, plan, seed, order, measured, Console(stderr=True)).run()
     (out / DEMO_JSON).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     return report
 
 
 def _clear_folder(out: Path) -> None:
     """Remove a finished demo from ``out``. Raises InputError where ``out`` holds something else."""
-    strange = (
-        sorted(path.name for path in out.iterdir() if path.name not in (*PARTS, DEMO_JSON)) if out.is_dir() else []
-    )
-    if strange:
-        raise InputError(f"{out}: holds {strange[0]}, which is not from a demo; give a new folder")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is a file, should be a folder")
+    held = [path for path in out.glob("*") if path.name not in (*PARTS, DEMO_JSON)]
+    for part, names in OWN.items():
+        held += [path for path in (out / part).glob("*") if path.name.lstrip(".").split(".")[0] not in names]
+    if held:
+        raise InputError(f"{out}: holds {min(held).relative_to(out)}, which is not from a demo; give a new folder")
     if (out / DEMO_JSON).exists():
         for part in PARTS:
             shutil.rmtree(out / part, ignore_errors=True)
+            (out / part).unlink(missing_ok=True)
         (out / DEMO_JSON).unlink()
     out.mkdir(parents=True, exist_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkResult:
-    """Results over one link: profile, training and evaluation."""
+def arms_of(scenario: str, order: str, learned: str, threshold: str) -> tuple[Arm, ...]:
+    """Unmodified vLLM, rules of the plugin under vLLM's order, and last the learned policy with an order of its own.
 
-    name: str
-    link: SimulatedLink | None
-    header: dict[str, Any]
-    """The link as in a trace's header."""
-    learned: str
-    """Spec of the learned policy."""
-    train: dict[str, Any]
-    evaluate: dict[str, Any]
+    ``learned`` and ``threshold``: policies. The best threshold is served to one class alone.
+    """
+    stock_order = STOCK_ORDERS[scenario]
+    rules = {BEST_THRESHOLD: threshold, LEARNED: learned} if scenario == ONE_CLASS else {LEARNED: learned}
+    return (
+        Arm(STOCK, None, order=stock_order, own_engine=True),
+        *(Arm(name, policy, None, HOST_GIB, order=stock_order) for name, policy in rules.items()),
+        Arm(f"{LEARNED}, {order}", learned, None, HOST_GIB, order=order),
+    )
 
-    order: str = STOCK_ORDER
-    """Order of service of the arms with the plugin."""
 
-    def arms(self) -> tuple[Arm, ...]:
-        """Stock vLLM, the fixed policies, the learned one, and the best threshold unless it is one of the fixed."""
-        policies = {name: name for name in FIXED} | {LEARNED: self.learned}
-        threshold = self.train["best_threshold"]
-        if threshold not in FIXED:
-            policies[BEST_THRESHOLD] = threshold
-        ours = (Arm(name, policy, self.link, order=self.order) for name, policy in policies.items())
-        return (Arm(STOCK, None, self.link), *ours)
+def shown(scenario: str) -> Mapping[str, Figure]:
+    """The figures that are reported, in the order of columns and rows: "its p99" follows its mean."""
+    return {name: FIGURES[scenario][name] for name in TITLES if name in FIGURES[scenario]}
 
 
 class Loop:
     """The steps of the demo, in the order of the methods."""
 
-    def __init__(
-        self,
-        out: Path,
-        llm: Path,
-        on_cpu: bool,
-        plan: Plan,
-        seed: int,
-        console: Console,
-        order: str = STOCK_ORDER,
-    ) -> None:
-        self._out = out
-        self._llm = llm
-        self._on_cpu = on_cpu
-        self._plan = plan
-        self._seed = seed
-        self._console = console
-        self._order = order
+    def __init__(self, out: Path, plan: Plan, seed: int, order: str, measured: Measured, console: Console) -> None:
+        self._out, self._plan, self._seed, self._order = out, plan, seed, order
+        self._measured, self._console = measured, console
 
-    def measure(self, name: str, link: SimulatedLink | None) -> LinkResult:
+    def run(self) -> DemoReport:
+        measured, before = self._measured, os.getloadavg()[0]
+        with measured.phase("model"):
+            llm, on_cpu = made_llm(self._out, self._seed, self._plan.shape)
+        self._settings = Settings(str(llm), on_cpu, self._plan.blocks + 1, BLOCK_SIZE, CONTEXT_TOKENS)
+        with measured.phase("capacity and bound"):
+            self._find_bound()
+        self._learn(llm)
+        reports, total = [], Comparison()
+        for scenario in (ONE_CLASS, TWO_CLASSES):
+            with measured.phase(NAMES[scenario]):
+                report, comparison = self._scenario(scenario)
+            reports.append(report)
+            total += comparison
+        machine = {"cpus": os.cpu_count(), "load_before": before, "load_after": os.getloadavg()[0]}
+        values = measured.values
+        return DemoReport(
+            kind="live",
+            scenarios=tuple(reports),
+            bound=Headroom(**values["bound"]),
+            seconds=dict(measured.seconds),
+            out=str(self._out),
+            exactness={"exact": total.exact, "tokens": total.tokens, "ties": total.ties, "wrong": list(total.wrong)},
+            details={
+                "machine": machine,
+                "link": {"kind": "native"},
+                "capacity_per_s": values["capacity_per_s"],
+                "train": values["train"],
+                "evaluate": values["evaluate"],
+            },
+        )
+
+    # ---- before anything is compared ----
+
+    def _learn(self, llm: Path) -> None:
         """Profile, train, evaluate."""
-        trace, model = self._out / "traces" / name, self._out / "models" / name
-        link_text = "the native link" if link is None else f"a simulated link, --link {link.text}"
-        self._console.rule(f"profile, train, evaluate: {link_text}")
-        profiled = profile(trace, Measurement(self._llm, link=link, seed=self._seed), extent=self._plan.extent)
-        shutil.rmtree(model, ignore_errors=True)
-        # Noise appears in the training report; it must not end the demo.
-        trained = train([trace], model, force=True, seed=self._seed)
-        learned = f"cheapest:{model}"
-        evaluated = evaluate([trace], [*FIXED, learned], seed=self._seed)
-        for report in (profiled, trained, evaluated):
-            self._console.print(report.text(), highlight=False, markup=False, soft_wrap=True)
-        return LinkResult(name, link, header_link(link), learned, trained.to_dict(), evaluated.to_dict(), self._order)
+        trace, model, measured = self._out / "traces" / "profile", self._out / "models" / "learned", self._measured
+        if "train" in measured.values:
+            return
+        self._console.rule(f"profile, {60 * self._plan.minutes:.0f} seconds")
+        with measured.phase("profile"):
+            profiled = self._profiled(llm, trace)
+        self._say(profiled.text())
+        with measured.phase("train, evaluate"):
+            shutil.rmtree(model, ignore_errors=True)
+            # Noise appears in the training report; it must not end the demo.
+            trained = train([trace], model, force=True, seed=self._seed)
+            self._say(trained.text())
+            measured.values["policy"] = f"cheapest:{model}"
+            measured.values["evaluate"] = self._evaluated(trace)
+        measured.keep("train", trained.to_dict())
 
-    def simulated_link(self) -> SimulatedLink | None:
-        """A link on which a copy takes as long as what swap saves; None where it saves nothing over the native link."""
-        native = read_dataset([self._out / "traces" / "native"])
-        costs = [
-            Costs(state.computed_tokens, state.mean_s["recompute"], state.mean_s["swap"]) for state in native.states
-        ]
-        return slow_link(costs, native.kv_bytes_per_token)
-
-    def overload(self, links: Sequence[LinkResult]) -> list[LinkReport]:
-        """Serve the same blocks by every arm of every link, and pairs of runs without memory pressure."""
-        blocks = [self._workload(self._seed + 1 + block, self._plan.requests) for block in range(self._plan.blocks)]
-        settings = self._settings(blocks)
-        self._console.rule(
-            f"overload: {len(blocks)} blocks of {self._plan.requests} requests, {blocks[0].name} lengths"
-        )
-        with Arms(settings, self._out / "logs") as arms, Bar("overload") as bar:
-            references = self._references(arms, blocks, bar.tell)
-            targets = targets_of(references)
-            reports = []
-            for link in links:
-                self._start(arms, link, bar.tell)
-                rng = random.Random(f"{self._seed}/order/{link.name}")
-                runs = by_arm(alternate(arms, [arm.name for arm in link.arms()], blocks, rng, bar.tell))
-                calm_runs = self._calm(arms, rng, bar.tell)
-                comparison = _compare_all(references, runs)
-                reports.append(self._report(link, settings, blocks, runs, calm_runs, comparison, targets))
-        return reports
-
-    def _workload(self, seed: int, requests: int) -> Workload:
-        return all_at_once(DEEPSEEK_R1, requests, seed, self._plan.context_tokens, self._plan.scale)
-
-    def _settings(self, blocks: Sequence[Workload]) -> Settings:
-        size = self._plan.extent.block_sizes[0]
-        needed = max(_blocks_of(workload, size) for workload in blocks)
-        longest = math.ceil(self._plan.context_tokens / size) + 1
-        return Settings(
-            model=str(self._llm),
-            on_cpu=self._on_cpu,
-            device_blocks=max(longest, round(self._plan.memory_share * needed)) + 1,
-            block_size=size,
-            context_tokens=self._plan.context_tokens,
-            step_tokens=2048 if self._on_cpu else 8192,
+    def _profiled(self, llm: Path, trace: Path) -> ProfileReport:
+        """The profile, which is given more time on a machine on which too few states were measured."""
+        for factor in TIME_FACTORS:
+            how = Measurement(llm, seed=self._seed, minutes=factor * self._plan.minutes)
+            with suppress(WrongValue):  # the time was over before any state was measured
+                report = profile(trace, how, extent=self._plan.extent)
+                if report.states >= MIN_STATES:
+                    return report
+        raise InputError(
+            f"{how.minutes:g} minutes were too few for {MIN_STATES} states of the profile: the machine is too busy, or "
+            "too slow for this demo; the same command goes on"
         )
 
-    def _references(self, arms: Arms, blocks: Sequence[Workload], tell: ProgressCallback) -> list[Run]:
-        """Serve every block by stock vLLM with memory for all requests, for reference tokens and undisturbed times."""
-        tell("enough memory for all", 0, 0)
-        ample_blocks = (
-            max(_blocks_of(workload, arms.settings.block_size) for workload in blocks) + self._plan.requests + 1
-        )
-        arms.start(Arm(REFERENCE, None, device_blocks=ample_blocks))
-        self._warm_up(arms, REFERENCE, tell)
-        runs = [arms.serve(REFERENCE, workload, block, True, tell) for block, workload in enumerate(blocks)]
-        arms.stop(REFERENCE)
-        preempted = sum(sum(run.preemptions.values()) for run in runs)
-        if preempted:
-            raise RuntimeError(f"{preempted} preemptions with enough memory for all: the run cannot be a reference")
-        return runs
+    def _evaluated(self, trace: Path) -> dict[str, Any]:
+        """The policies on states that the model has not seen, where enough of them were measured."""
+        try:
+            evaluated = evaluate([trace], [*FIXED, self._measured.values["policy"]], seed=self._seed)
+        except TraceError as error:
+            self._say(f"not evaluated offline: {error}")
+            return {"unknown": str(error)}
+        self._say(evaluated.text())
+        return evaluated.to_dict()
 
-    def _start(self, arms: Arms, link: LinkResult, tell: ProgressCallback) -> None:
-        arms.stop(*arms.names)
-        tell(f"{link.name} link", 0, 0)
-        arms.start(*link.arms())
-        for arm in link.arms():
-            self._warm_up(arms, arm.name, tell)
+    def _find_bound(self) -> None:
+        """The capacity, and what there was to win at a load above it, from a recorded run of vLLM's own decisions."""
+        if "bound" in self._measured.values:
+            return
+        self._console.rule("capacity, and what preemptions cost")
+        trace = self._out / "traces" / "above-capacity"
+        shutil.rmtree(trace, ignore_errors=True)
+        recorded = Arm(RECORDED, FIXED[0], None, HOST_GIB, extra=(("trace", trace),))
+        with Arms(self._settings, self._out / "logs") as arms, Bar("capacity") as bar:
+            arms.start(Arm(STOCK, None, own_engine=True), recorded)
+            arms.serve(STOCK, at_once(self._plan.warm_up_requests, self._seed + 20_000), -1, progress=bar.tell)
+            run = arms.serve(STOCK, self._requests(ONE_CLASS), -1, progress=bar.tell)
+            self._measured.values["itl_target_s"] = ITL_FACTOR * fmean(gap for request in run.itl_s for gap in request)
+            self._measured.values["capacity_per_s"] = capacity_of(run)
+            arms.serve(RECORDED, self._workload(ONE_CLASS, -1), -1, progress=bar.tell)
+        won = log_headroom([read(trace)], None)
+        self._measured.keep("bound", asdict(won))
+        self._say(bound_line(won))
 
-    def _warm_up(self, arms: Arms, name: str, tell: ProgressCallback) -> None:
-        """Serve enough requests to cause preemptions, uncounted, so that one-time work is not measured."""
-        arms.serve(name, self._workload(self._seed, self._plan.warm_up_requests), -1, progress=tell)
+    def _requests(self, scenario: str) -> Workload:
+        plan = self._plan
+        return at_once(plan.requests if scenario == ONE_CLASS else plan.batch_requests, self._seed)
 
-    def _calm(self, arms: Arms, rng: random.Random, tell: ProgressCallback) -> dict[str, list[Run]]:
-        """Serve requests that fit into memory together, by stock vLLM and by the learned policy."""
-        capacity = arms.settings.device_blocks - 1
-        workloads = []
-        for pair in range(self._plan.pairs):
-            workload = self._workload(self._seed + 1000 + pair, self._plan.calm_requests * 4)
-            workloads.append(_fitting_requests(workload, arms.settings.block_size, capacity, self._plan.calm_requests))
-        return by_arm(alternate(arms, (STOCK, LEARNED), workloads, rng, tell))
+    def _workload(self, scenario: str, number: int) -> Workload:
+        """The requests of a round: the same lengths in every round, in another order and with other texts."""
+        capacity = float(self._measured.values["capacity_per_s"])
+        requests = shuffled(self._requests(scenario), self._seed * 1000 + number + 1)
+        if scenario == ONE_CLASS:
+            return arriving_within(requests, len(requests.requests) / (self._plan.load * capacity), requests.seed)
+        return with_bursts(requests, capacity, self._plan.bursts, requests.seed)
+
+    # ---- the comparison ----
+
+    def _scenario(self, scenario: str) -> tuple[ScenarioReport, Comparison]:
+        order, values = self._order if scenario == ONE_CLASS else URGENT_ORDER, self._measured.values
+        arms = arms_of(scenario, order, values["policy"], values["train"]["best_threshold"])
+        self._console.rule(NAMES[scenario])
+        works = [self._workload(scenario, number) for number in range(self._plan.rounds)]
+        rounds = [self._measured.round(scenario, number, work) for number, work in enumerate(works)]
+        if None in rounds:
+            self._serve(scenario, arms, works, rounds)
+        whole = [runs for runs in rounds if runs is not None]
+        runs = by_arm(run for one in whole for run in one.values())
+        comparison = sum((self._measured.comparison(scenario, number) for number in range(len(works))), Comparison())
+        return self._report(scenario, arms, works, {arm.name: runs[arm.name] for arm in arms}, comparison), comparison
+
+    def _serve(
+        self, scenario: str, arms: Sequence[Arm], works: Sequence[Workload], rounds: list[dict[str, Run] | None]
+    ) -> None:
+        """Serve the rounds that are missing, by all arms in random order, and fill them in."""
+        headline, judged = FIGURES[scenario][HEADLINES[scenario]], arms[-1].name
+        with Arms(self._settings, self._out / "logs") as engines, Bar(scenario) as bar:
+            engines.start(*arms)
+            for arm in arms:
+                engines.serve(arm.name, at_once(self._plan.warm_up_requests, 20_000), -1, progress=bar.tell)
+            for number, work in enumerate(works):
+                if rounds[number] is not None:
+                    continue
+                names = random.Random(f"{self._seed}/{scenario}/{number}").sample(engines.names, len(arms))
+                runs = {name: engines.serve(name, work, number, progress=bar.tell) for name in names}
+                found = Comparison()
+                for name in names:
+                    found += Comparison() if name == STOCK else compared(engines, work, runs[STOCK], runs[name])
+                self._measured.keep_round(scenario, number, runs, found)
+                rounds[number] = runs
+                ratio = headline(runs[judged]) / headline(runs[STOCK])
+                self._say(f"round {number + 1}: {TITLES[HEADLINES[scenario]]}: x{ratio:.3g}, {judged} over {STOCK}")
 
     def _report(
         self,
-        link: LinkResult,
-        settings: Settings,
-        blocks: Sequence[Workload],
-        runs: dict[str, list[Run]],
-        calm_runs: dict[str, list[Run]],
+        scenario: str,
+        arms: Sequence[Arm],
+        works: Sequence[Workload],
+        runs: Mapping[str, Sequence[Run]],
         comparison: Comparison,
-        targets: Targets,
-    ) -> LinkReport:
-        rng = random.Random(f"{self._seed}/bootstrap/{link.name}")
-        rules = [name for name in (*FIXED, BEST_THRESHOLD) if name in runs]
-        pairs = [(LEARNED, other) for other in (STOCK, *rules)] + [(rule, STOCK) for rule in rules]
-        ratios = {f"throughput {a} / {b}": throughput_ratio(runs[a], runs[b], rng) for a, b in pairs}
-        ratios |= {f"ttft {a} / {b}": ttft_ratio(runs[a], runs[b], rng) for a, b in pairs if a == LEARNED}
-        return LinkReport(
-            name=link.name,
-            link=link.header,
-            policies={arm: summary(arm_runs, targets) for arm, arm_runs in runs.items()},
-            ratios=ratios,
-            no_pressure_ratio=throughput_ratio(calm_runs[LEARNED], calm_runs[STOCK], rng),
-            no_pressure_preemptions=sum(
-                sum(run.preemptions.values()) for arm_runs in calm_runs.values() for run in arm_runs
-            ),
-            evaluate=link.evaluate,
-            train=link.train,
-            comparison=comparison,
-            targets=asdict(targets)
-            | {
-                "from": "the same blocks with memory for all: ttft_s is the 99th percentile of their times to first "
-                f"token, itl_s is {ITL_FACTOR:g} times their mean time between tokens"
+    ) -> ScenarioReport:
+        targets = Targets(TTFT_TARGET_S, self._measured.values["itl_target_s"])
+        figures = shown(scenario)
+        return ScenarioReport(
+            name=NAMES[scenario],
+            served=self._served(scenario),
+            headline=HEADLINES[scenario],
+            arms={arm.name: f"{arm.policy or 'unmodified vLLM'}, order {arm.order}" for arm in arms},
+            figures={
+                arm: {name: [take(run) for run in own] for name, take in figures.items()} for arm, own in runs.items()
             },
-            workload={
-                "source": blocks[0].source,
-                "scale": self._plan.scale,
-                "requests": self._plan.requests,
-                "arrivals": "all at once",
-                "order": link.order,
-                "device_blocks": settings.device_blocks,
-                "block_size": settings.block_size,
+            policies={arm: summary(own, targets) for arm, own in runs.items()},
+            details={
+                "exact": comparison.exact,
+                "targets": asdict(targets)
+                | {"from": f"itl_s: {ITL_FACTOR:g} times the mean of the run that gave the capacity"},
+                "workload": {
+                    "source": works[0].source,
+                    "scale": SCALE,
+                    "requests": [len(work.requests) for work in works],
+                    "device_blocks": self._settings.device_blocks,
+                    "block_size": BLOCK_SIZE,
+                },
+                "makespan_s": {arm: [run.makespan_s for run in own] for arm, own in runs.items()},
             },
-            makespan_s={arm: tuple(run.makespan_s for run in arm_runs) for arm, arm_runs in runs.items()},
         )
 
+    def _served(self, scenario: str) -> str:
+        plan, capacity = self._plan, self._measured.values["capacity_per_s"]
+        memory = f"{plan.blocks} blocks of {BLOCK_SIZE} tokens"
+        if scenario == ONE_CLASS:
+            load = f"{plan.load * capacity:.2f} a second (Poisson), {plan.load:g} of the capacity of {capacity:.2f}"
+            return f"{plan.requests} requests a round, {load}, {memory}"
+        prompt, output = URGENT_TOKENS
+        return (
+            f"a batch of {plan.batch_requests} requests that is there from the beginning, and {plan.bursts * BURST} "
+            f"urgent ones a round ({prompt} tokens in, {output} out), {BURST} at a time, {memory}"
+        )
 
-def targets_of(references: Sequence[Run]) -> Targets:
-    """Goodput targets from runs of the same requests without preemptions.
-
-    Time to first token: their 99th percentile. Mean time between tokens: a quarter above their mean.
-    """
-    ttft_s = mean_and_percentiles([wait_s for run in references for wait_s in run.ttft_s])
-    itl_s = mean_and_percentiles([gap for run in references for request in run.itl_s for gap in request])
-    return Targets(ttft_s["p99"], ITL_FACTOR * itl_s["mean"])
-
-
-def _blocks_of(workload: Workload, block_size: int) -> int:
-    return sum(math.ceil(request.total_tokens / block_size) for request in workload.requests)
-
-
-def _fitting_requests(workload: Workload, block_size: int, capacity: int, max_requests: int) -> Workload:
-    """The workload's first requests that fit into ``capacity`` blocks together, from 1 to ``max_requests``."""
-    count, blocks = 0, 0
-    for request in workload.requests[:max_requests]:
-        blocks += math.ceil(request.total_tokens / block_size) + 1
-        if blocks > capacity:
-            break
-        count += 1
-    return workload.first(max(1, count))
-
-
-def _compare_all(references: Sequence[Run], runs: dict[str, list[Run]]) -> Comparison:
-    total = Comparison()
-    for arm, arm_runs in runs.items():
-        for reference, run in zip(references, arm_runs, strict=True):
-            total += compare(reference.tokens, reference.gaps, run.tokens, f"{arm}, block {run.block}")
-    return total
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)

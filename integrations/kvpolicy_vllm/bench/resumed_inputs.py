@@ -1,0 +1,50 @@
+"""What runs of an unfinished measurement depend on beside its arguments: versions, and what its files hold.
+
+Called by :mod:`kvpolicy_vllm.bench.run_bench` and :mod:`kvpolicy_vllm.bench.run_demo`, which resume nothing that was
+begun with others. Loads no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvpolicy import __version__
+from kvpolicy.workload.join_text import files_of
+
+
+def versions() -> dict[str, str]:
+    """Of kvpolicy, and of the vLLM that is installed here; empty where none is."""
+    try:
+        return {"kvpolicy": __version__, "vllm": version("vllm")}
+    except PackageNotFoundError:
+        return {"kvpolicy": __version__, "vllm": ""}
+
+
+def digests(workload: str | None, commands: Iterable[Sequence[str]]) -> dict[str, str]:
+    """SHA-256, by path, of the files of a workload and of the cost models with which servers are started: by its name
+    alone a file that has changed is the same."""
+    folders = {Path(name) for command in commands if (name := _cost_model(command))}
+    paths = [*files_of(workload or ""), *sorted(folder for folder in folders if folder.is_dir())]
+    return {str(path): _digest(path) for path in paths}
+
+
+def _cost_model(command: Sequence[str]) -> str:
+    """What the policy of a server names, which may be a folder; empty where it has none."""
+    for word in command:
+        if word.startswith("{"):
+            policy = json.loads(word).get("kv_connector_extra_config", {}).get("policy", "")
+            return str(policy).partition(":")[2].partition(",")[0]
+    return ""
+
+
+def _digest(path: Path) -> str:
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    sha256 = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            sha256.update(hashlib.file_digest(opened, "sha256").digest())
+    return sha256.hexdigest()
