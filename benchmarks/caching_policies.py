@@ -79,7 +79,7 @@ def prices(cost_model: str | None) -> Callable[[int], Price]:
         return by_flops
     model = cost.load(cost_model)
     bytes_per_token = model.provenance.kv_bytes_per_token
-    return lambda block_tokens: block_price(model, block_tokens, round(bytes_per_token * block_tokens))
+    return lambda block_tokens: block_price(model.predict, block_tokens, round(bytes_per_token * block_tokens))
 
 
 def by_flops(block_tokens: int) -> Price:

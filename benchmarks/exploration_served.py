@@ -52,7 +52,7 @@ from kvpolicy.training.log_fits import train_logged
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.overload import Arms, Settings
 from kvpolicy_vllm.bench.progress import Bar
-from kvpolicy_vllm.bench.run_demo import SHAPE
+from kvpolicy_vllm.bench.run_characterize import SHAPE
 
 FIXED = ("always-recompute", "always-swap")
 COIN = "random:0.5"

@@ -1,14 +1,19 @@
 """Measured vLLM runs replayed through the built-in simulator, step times from tables of the same GPU and LLM.
 
-    python benchmarks/fidelity_e2e.py --e2e DIR --profiles DIR [--calibrate-until S] [--json FILE] [--bars]
+    python benchmarks/fidelity_e2e.py --e2e DIR --profiles DIR [--config LLM=FILE] [--calibrate-until S]
+        [--json FILE] [--bars]
 
 DIR of runs: LLMServingSim's ``*_meta.json`` with ``*_requests.csv.gz`` and ``*_timeseries.csv.gz`` beside it; DIR of
-profiles: its tables ``lss_<gpu>_<LLM>_tp<n>_*``. Each run is replayed twice: with what the tables alone say; and with
-three numbers that no table holds (:class:`kvpolicy.simulator.hardware.table_times.Engine`: the engine's own time per
-step, more of it per step with a chunk, unevenness of contexts), calibrated on the requests that had their last token
-by second S, and judged on those alone that were first scheduled after it. No request was preempted in these runs:
-this judges step times and queueing, not preemptions. Inter-token times are means per request, as the runs hold no
-others.
+profiles: its tables ``lss_<gpu>_<LLM>_tp<n>_*``. The server is as ``meta.json`` says (``recorded_engine.py``); a run
+with anything in it that is not understood is not judged, and the reason is printed. Each run is replayed twice: with
+what the tables alone say; and with three numbers that no table holds (``EngineTime``: the engine's own time per step,
+more of it per step with a chunk, unevenness of contexts), calibrated on the requests
+that had their last token by second S, and judged on those alone that were first scheduled after it. Whether that
+helps is said beforehand: the same is done on the first half of the calibrating requests and judged on the rest
+of them (``would calibration help``), and afterwards, by the judged requests.
+
+Preemptions are counted in the replay; the runs hold no count of theirs. Where ``meta.kv_cache`` was not recorded, a
+replay that preempts is refused. Inter-token times are means per request, as the runs hold no others.
 """
 
 from __future__ import annotations
@@ -18,12 +23,13 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.csv
+from recorded_engine import NotReadError, RecordedEngine, configs_of
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import nnls
@@ -32,30 +38,21 @@ import kvpolicy
 from kvpolicy.arrays import Flags, Floats
 from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.policy import load as load_policy
-from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.hardware.table_times import HardwareModel, TableTimes
 from kvpolicy.simulator.requests_csv import MeasuredRun, measured_run
 from kvpolicy.simulator.sinks import MemorySink
 
-CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "meta-llama/Llama-3.1-8B": {
-        "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""Shapes of the LLMs that runs are known of, as their config.json has them."""
 BARS: Mapping[str, tuple[float, float]] = {"e2e_s": (0.03, 0.01), "ttft_s": (0.08, 0.03)}
 """Largest error of the mean: at least, aimed at."""
-BLOCK_SIZE = 16
-DEVICE_BLOCKS = 30_000
-"""Not recorded with the runs. No request was preempted, and none is with that many blocks."""
 LINK = "pcie5"
-"""Never used: nothing is preempted."""
+"""Never used: nothing is swapped."""
 CALIBRATE_UNTIL_S = 30.0
 FEWEST = 5
+EARLY_SHARE = 0.5
+"""Of the calibrating requests, those on whom a calibration is tried out."""
+NONE: Floats = np.empty(0)
 NUDGES = (5e-4, 3e-3, 0.1)
 """By which the three numbers are varied while they are calibrated."""
 ROUNDS = 3
@@ -76,6 +73,10 @@ class Replay:
     waiting: Floats
     beyond: float = 0.0
     """Share of steps beyond what the tables hold."""
+    preemptions: int = 0
+    """Of the replay; a measured run says nothing of them."""
+    kv_pct: Floats = field(default_factory=lambda: np.empty(0))
+    """Share of the KV blocks in use, in percent, at ``at_s``."""
 
     @property
     def prefill_s(self) -> Floats:
@@ -83,7 +84,7 @@ class Replay:
         return self.ttft_s - self.queue_s
 
 
-def as_measured(run: MeasuredRun, at_s: Floats, running: Floats, waiting: Floats) -> Replay:
+def as_measured(run: MeasuredRun, at_s: Floats, running: Floats, waiting: Floats, kv_pct: Floats = NONE) -> Replay:
     arrival = run.arrival_s
     makespan = float(run.last_token_s.max() - arrival[0])
     return Replay(
@@ -96,14 +97,14 @@ def as_measured(run: MeasuredRun, at_s: Floats, running: Floats, waiting: Floats
         at_s=at_s,
         running=running,
         waiting=waiting,
+        kv_pct=kv_pct,
     )
 
 
 def replay_run(run: MeasuredRun, times: TableTimes, server: Server) -> Replay:
-    """The run's requests through the built-in simulator. Raises ValueError where it preempts."""
+    """The run's requests through the built-in simulator."""
     done = Builtin().run(run.workload, load_policy("always-recompute"), server, times, sink=MemorySink())
-    if sum(done.summary.preemptions.values()) or done.trace is None:
-        raise ValueError(f"{run.workload.name}: preempted with {server.device_blocks} blocks: give it more")
+    assert done.trace is not None
     rows = sorted(done.trace.table("requests").to_pylist(), key=lambda row: int(row["request"]))
     steps = sorted(done.trace.table("steps").to_pylist(), key=lambda row: int(row["step"]))
     arrival = run.arrival_s
@@ -114,7 +115,13 @@ def replay_run(run: MeasuredRun, times: TableTimes, server: Server) -> Replay:
     scheduled_s = _scheduled_s(arrival, when_s, waiting)
     simulated = replace(run, scheduled_s=scheduled_s, first_token_s=first, last_token_s=last)
     beyond = float(times.beyond(_loads(done.trace.table("steps").to_pylist())).mean())
-    return replace(as_measured(simulated, at_s, running, waiting), beyond=beyond)
+    used = np.array([row["used_blocks"] for row in steps], np.float64)
+    return replace(
+        as_measured(simulated, at_s, running, waiting),
+        beyond=beyond,
+        preemptions=sum(done.summary.preemptions.values()),
+        kv_pct=100.0 * used / server.device_blocks,
+    )
 
 
 def _loads(steps: Sequence[Mapping[str, Any]]) -> Floats:
@@ -133,7 +140,10 @@ def _when_scheduled(start_s: Floats, end_s: Floats) -> Floats:
 
 
 def _scheduled_s(arrival: Floats, when_s: Floats, waiting: Floats) -> Floats:
-    """When each request was first scheduled: first come, first served, without preemptions."""
+    """When each request was first scheduled, first come, first served.
+
+    While a preempted request waits, no newer one is admitted, and more wait than are new: hence the maximum.
+    """
     admitted = np.searchsorted(arrival, when_s, side="right") - waiting
     step = np.searchsorted(np.maximum.accumulate(admitted), np.arange(1, len(arrival) + 1), side="left")
     return np.maximum(when_s[step], arrival)
@@ -143,12 +153,23 @@ def _scheduled_s(arrival: Floats, when_s: Floats, waiting: Floats) -> Floats:
 
 
 def calibrate(
-    run: MeasuredRun, model: HardwareModel, server: Server, until_s: float, tell: Callable[[str], None]
-) -> TableTimes:
-    """The three numbers under which prefills and inter-token times of requests done by then come out nearest."""
-    chosen = run.last_token_s <= until_s
-    measured_replay = as_measured(run, *(np.empty(0),) * 3)
+    run: MeasuredRun,
+    model: HardwareModel,
+    server: Server,
+    chosen: Flags,
+    until_s: float,
+    tell: Callable[[str], None],
+) -> tuple[TableTimes, dict[str, str]]:
+    """The three numbers under which prefills and inter-token times of the chosen requests come out nearest; and
+    whether to expect better figures of later requests by them, in words."""
     source = f"calibrated on {chosen.sum()} requests of {run.workload.source} done by {until_s:g} s"
+    best = _fitted(run, model, server, chosen, source)
+    tell(f"  {best.model.engine}")
+    return best, _would_help(run, model, server, chosen)
+
+
+def _fitted(run: MeasuredRun, model: HardwareModel, server: Server, chosen: Flags, source: str) -> TableTimes:
+    measured_replay = as_measured(run, NONE, NONE, NONE)
 
     def times_of(numbers: Floats) -> TableTimes:
         step_s, chunk_step_s, uneven = numbers.tolist()
@@ -160,9 +181,20 @@ def calibrate(
         prefill = np.log(simulated_replay.prefill_s[chosen].mean() / measured_replay.prefill_s[chosen].mean())
         return np.append(itl, prefill)
 
-    best = gauss_newton(missed, np.zeros(len(NUDGES)), np.array(NUDGES))
-    tell(f"  {times_of(best).model.engine}")
-    return times_of(best)
+    return times_of(gauss_newton(missed, np.zeros(len(NUDGES)), np.array(NUDGES)))
+
+
+def _would_help(run: MeasuredRun, model: HardwareModel, server: Server, chosen: Flags) -> dict[str, str]:
+    """Calibrated on those of the chosen that were done first, and judged on the others, which ran beside them."""
+    name = "would calibration help"
+    cut_s = float(np.quantile(run.last_token_s[chosen], EARLY_SHARE))
+    early, rest = chosen & (run.last_token_s <= cut_s), chosen & (run.last_token_s > cut_s)
+    tables, fitted = TableTimes(model), _fitted(run, model, server, early, f"calibrated by {cut_s:g} s")
+    real_s = as_measured(run, NONE, NONE, NONE).e2e_s[rest].mean()
+    simulated_s = [replay_run(run, times, server).e2e_s[rest].mean() for times in (tables, fitted)]
+    before, after = (abs(mean_s / real_s - 1) for mean_s in simulated_s)
+    return {name: f"{name}: fitted on {early.sum()} of the calibrating requests, mean e2e_s of the other {rest.sum()} "
+                  f"is off by {before:.1%} before and {after:.1%} after: {_verdict(before, after)}"}  # fmt: skip
 
 
 def gauss_newton(misses: Callable[[Floats], Floats], numbers: Floats, nudges: Floats) -> Floats:
@@ -184,7 +216,10 @@ def gauss_newton(misses: Callable[[Floats], Floats], numbers: Floats, nudges: Fl
 
 def judge(measured: Replay, replay: Replay, chosen: Flags) -> dict[str, Any]:
     """Per quantity measured, simulated and error; of requests those ``chosen``, of the whole run the rest."""
-    lines: dict[str, Any] = {"requests": float(chosen.sum()), "steps beyond the tables": replay.beyond}
+    lines: dict[str, Any] = {
+        "requests": float(chosen.sum()), "steps beyond the tables": replay.beyond,
+        "preemptions, simulated": float(replay.preemptions),
+    }  # fmt: skip
     for name in ("queue_s", "prefill_s", "ttft_s", "itl_s", "e2e_s"):
         real, simulated = (getattr(compared_replay, name)[chosen] for compared_replay in (measured, replay))
         for word, statistic in (("mean", np.mean), ("p50", np.median), ("p99", lambda x: np.quantile(x, 0.99))):
@@ -196,6 +231,9 @@ def judge(measured: Replay, replay: Replay, chosen: Flags) -> dict[str, Any]:
         simulated = _sampled(replay, name, measured.at_s)
         lines[f"{name}, mean over time"] = _line(float(real.mean()), float(simulated.mean()))
         lines[f"{name}, largest difference"] = float(np.abs(real - simulated).max())
+    if measured.kv_pct.any():
+        simulated = _sampled(replay, "kv_pct", measured.at_s)
+        lines["KV in use, %, mean over time"] = _line(float(measured.kv_pct.mean()), float(simulated.mean()))
     return lines
 
 
@@ -219,77 +257,104 @@ def missed_bars(lines: Mapping[str, Any]) -> list[str]:
     return missed_lines
 
 
-def fidelity_e2e(e2e: Path, profiles: Path, until_s: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Every run in ``e2e``, judged; those without tables of their GPU and LLM are reported as such."""
+def fidelity_e2e(
+    e2e: Path,
+    profiles: Path,
+    until_s: float,
+    tell: Callable[[str], None],
+    configs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Every run in ``e2e``, judged; those that cannot be are reported with the reason. ``configs``: config.json of
+    further LLMs."""
     metas = sorted(e2e.glob("*_meta.json"))
     if not metas:
         raise ValueError(f"{e2e}: holds no *_meta.json")
-    return [_of_run(meta, profiles, until_s, tell) for meta in metas]
+    runs = []
+    for meta in metas:
+        name = meta.name.removesuffix("_meta.json")
+        try:
+            runs.append(_of_run(meta, name, profiles, until_s, tell, configs or {}))
+        except NotReadError as error:
+            tell(f"{name}: not judged: {error}")
+            runs.append({"run": name, "judged": False, "reason": str(error)})
+    return runs
 
 
-def _of_run(meta: Path, profiles: Path, until_s: float, tell: Callable[[str], None]) -> dict[str, Any]:
-    name = meta.name.removesuffix("_meta.json")
-    meta_values = json.loads(meta.read_text(encoding="utf-8"))
-    settings = meta_values["engine_kwargs"]
-    ranks = int(settings["tensor_parallel_size"])
-    tables = sorted(profiles.glob(f"lss_{name}_tp{ranks}_*"))
-    if not tables or meta_values["model"] not in CONFIGS or int(settings.get("data_parallel_size", 1)) != 1:
-        reason = f"no tables lss_{name}_tp{ranks}_* there" if not tables else "no known shape, or several engines"
-        tell(f"{name}: not judged: {reason}")
-        return {"run": name, "judged": False, "reason": reason}
+def _of_run(
+    meta: Path,
+    name: str,
+    profiles: Path,
+    until_s: float,
+    tell: Callable[[str], None],
+    configs: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    engine = RecordedEngine.read(meta)
+    tables = sorted(profiles.glob(f"lss_{name}_tp{engine.ranks}_*"))
+    if not tables:
+        raise NotReadError(f"no tables lss_{name}_tp{engine.ranks}_* there")
+    shape = engine.shape(configs)
     run = measured_run(meta.with_name(f"{name}_requests.csv.gz"))
-    done, later = int((run.last_token_s <= until_s).sum()), run.scheduled_s > until_s
-    if done < FEWEST or not later.any():
+    chosen, later = run.last_token_s <= until_s, run.scheduled_s > until_s
+    if chosen.sum() < FEWEST or not later.any():
         raise ValueError(
-            f"--calibrate-until {until_s:g}: {done} requests of {name} were done by then, {FEWEST} are needed, and "
-            f"{later.sum()} first scheduled after it, 1 is needed"
+            f"--calibrate-until {until_s:g}: {chosen.sum()} requests of {name} were done by then, {FEWEST} are needed, "
+            f"and {later.sum()} first scheduled after it, 1 is needed"
         )
     with tempfile.TemporaryDirectory() as folder:
-        shape = ModelShape.from_config(CONFIGS[meta_values["model"]])
-        model = kvpolicy.import_profile(tables, Path(folder), shape, ranks, name.partition("_")[0], LINK).model
+        model = kvpolicy.import_profile(tables, Path(folder), shape, engine.ranks, name.partition("_")[0], LINK).model
     measured = as_measured(run, *_over_time(meta.with_name(f"{name}_timeseries.csv.gz")))
-    server = server_of(settings, shape)
-    tell(f"{name}: {len(run.workload)} requests, vLLM {meta_values['vllm_version']}, {len(tables)} tables")
+    server = engine.server(shape)
+    tell(
+        f"{name}: {len(run.workload)} requests, vLLM {engine.vllm_version}, {len(tables)} tables, "
+        f"{server.device_blocks} blocks{'' if engine.kv_cache else ' (not recorded)'}, prefix caching "
+        f"{'on' if server.prefix_caching else 'off'}"
+    )
     plain = replay_run(run, TableTimes(model), server)
-    fitted = calibrate(run, model, server, until_s, tell)
-    everyone = np.ones(len(run.workload), np.bool_)
+    if plain.preemptions and engine.kv_cache is None:
+        raise NotReadError(f"kv_cache was not recorded, and the replay preempts with {server.device_blocks} blocks")
+    fitted, helps = calibrate(run, model, server, chosen, until_s, tell)
     refitted_replay = replay_run(run, fitted, server)
+    everyone = np.ones(len(run.workload), np.bool_)
+    in_step = replay_run(run, TableTimes(model), replace(server, asynchronous=False))
     results = {
         "tables alone, all requests": judge(measured, plain, everyone),
-        "tables alone, scheduler in step with the device, all requests": judge(
-            measured, replay_run(run, TableTimes(model), replace(server, asynchronous=False)), everyone
-        ),
+        "tables alone, scheduler in step with the device, all requests": judge(measured, in_step, everyone),
         f"tables alone, requests scheduled after {until_s:g} s": judge(measured, plain, later),
         f"calibrated until {until_s:g} s, requests scheduled after": judge(measured, refitted_replay, later),
     }
+    helps |= helped(*list(results.values())[2:])
+    for text in helps.values():
+        tell(f"  {text}")
     over_time = {
         "at_s": measured.at_s.tolist(),
         **{f"{word} {queue}": values.tolist() for queue in ("running", "waiting") for word, values in (
             ("measured", getattr(measured, queue)), ("tables alone", _sampled(plain, queue, measured.at_s)),
             ("calibrated", _sampled(refitted_replay, queue, measured.at_s)))},
     }  # fmt: skip
-    return {"run": name, "judged": True, "engine": asdict(fitted.model.engine), "results": results,
-            "over_time": over_time}  # fmt: skip
+    return {"run": name, "judged": True, "engine": asdict(fitted.model.engine), "calibration": helps,
+            "results": results, "over_time": over_time}  # fmt: skip
 
 
-def server_of(settings: Mapping[str, Any], shape: ModelShape) -> Server:
-    """As the run's engine. Its scheduler ran ahead of the device: see what comes out where it does not."""
-    return Server(
-        block_size=BLOCK_SIZE,
-        block_bytes=int(shape.kv_bytes_per_token * BLOCK_SIZE),
-        device_blocks=DEVICE_BLOCKS,
-        host_blocks=0,
-        token_budget=int(settings["max_num_batched_tokens"]),
-        max_running=int(settings["max_num_seqs"]),
-        prefix_caching=False,
-        asynchronous=True,
-    )
+def helped(alone: Mapping[str, Any], calibrated: Mapping[str, Any]) -> dict[str, str]:
+    """Whether calibration helped the judged requests, in words, by each mean that has a bar."""
+    texts = []
+    for name in BARS:
+        before, after = (abs(lines[f"{name} mean"]["error"]) for lines in (alone, calibrated))
+        texts.append(f"mean {name} off by {before:.1%} before and {after:.1%} after: {_verdict(before, after)}")
+    return {"did calibration help": "did calibration help: " + "; ".join(texts)}
 
 
-def _over_time(file: Path) -> tuple[Floats, Floats, Floats]:
+def _verdict(before: float, after: float) -> str:
+    return "it helped" if after < before else "IT MADE IT WORSE"
+
+
+def _over_time(file: Path) -> tuple[Floats, Floats, Floats, Floats]:
+    """Seconds, running, waiting, and KV in use in percent: all 0 where it was not recorded."""
     table = pyarrow.csv.read_csv(file)
-    at_s, running, waiting = (np.asarray(table[name].to_numpy(), np.float64) for name in ("t", "running", "waiting"))
-    return at_s, running, waiting
+    columns = [np.asarray(table[name].to_numpy(), np.float64) for name in ("t", "running", "waiting")]
+    recorded = "kv_cache_pct" in table.column_names
+    kv_pct = table["kv_cache_pct"].to_numpy() if recorded else np.zeros(len(columns[0]))
+    return columns[0], columns[1], columns[2], np.asarray(kv_pct, np.float64)
 
 
 def show(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -322,12 +387,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--e2e", type=Path, required=True)
     parser.add_argument("--profiles", type=Path, required=True)
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="LLM=FILE", help="config.json of a further LLM; repeatable"
+    )
     parser.add_argument("--calibrate-until", type=float, default=CALIBRATE_UNTIL_S, metavar="S")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--bars", action="store_true", help="end with status 1 where a bar is missed")
     options = parser.parse_args(arguments)
     try:
-        runs = fidelity_e2e(options.e2e, options.profiles, options.calibrate_until, _tell)
+        configs = configs_of(options.config)
+        runs = fidelity_e2e(options.e2e, options.profiles, options.calibrate_until, _tell, configs)
     except (ValueError, OSError) as error:
         parser.exit(2, f"fidelity_e2e.py: error: {error}\n")
     if not any(run["judged"] for run in runs):

@@ -27,7 +27,7 @@ from kvpolicy.workload import (
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.overload import Arm, Arms, Run, Settings
 from kvpolicy_vllm.bench.progress import Bar
-from kvpolicy_vllm.bench.run_demo import SHAPE
+from kvpolicy_vllm.bench.run_characterize import SHAPE
 
 BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS = 32, 512, 64, 2048
 DEVICE_BLOCKS, HOST_GIB = 97, 0.25

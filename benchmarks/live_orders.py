@@ -26,16 +26,13 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-from live_pairs import BLOCK_SIZE, CONTEXT_TOKENS, EXTENT, MIN_PRICE_RATIO, SCALE, SHAPE, compared
+from live_pairs import EXTENT, MIN_PRICE_RATIO
 from matrix_bars import MET, Verdict
-from matrix_poisson import middle_rate
 
 from kvpolicy.evaluation.log_headroom import log_headroom
 from kvpolicy.hardware.link import SimulatedLink
@@ -44,65 +41,28 @@ from kvpolicy.stats import Ratio, geometric_means, student_ratio
 from kvpolicy.study.report import aligned
 from kvpolicy.trace import read
 from kvpolicy.training import train
-from kvpolicy.workload import DEEPSEEK_R1, Request, Workload, all_at_once
-from kvpolicy_vllm.bench.engine_process import EngineProcess
+from kvpolicy.workload import Workload
+from kvpolicy.workload.near_capacity import BURST, CONTEXT_TOKENS, arriving, at_once, with_urgent
 from kvpolicy_vllm.bench.exactness import Comparison
+from kvpolicy_vllm.bench.live_scenarios import (
+    BLOCK_SIZE,
+    FIGURES,
+    HOST_GIB,
+    ONE_CLASS,
+    TWO_CLASSES,
+    capacity_of,
+    compared,
+    made_llm,
+)
 from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
 from kvpolicy_vllm.bench.run_profile import profile
 
 LEARNED, RECOMPUTE, SWAP = "learned", "always-recompute", "always-swap"
-URGENT, BATCH = "urgent", "batch"
-ORDERS: Mapping[str, tuple[str, str]] = {"one": ("fcfs", "mlfq:base=32"), "two": ("priority", "urgent")}
+ORDERS: Mapping[str, tuple[str, str]] = {ONE_CLASS: ("fcfs", "mlfq:base=32"), TWO_CLASSES: ("priority", "urgent")}
 """Unmodified vLLM's scheduling policy, and the order that is judged."""
-BURST = 6
-URGENT_TOKENS = (48, 12)
-"""Prompt and output of an urgent request."""
-HOST_GIB = 2.0
 WARM_UP_REQUESTS = 16
-STEADY = (0.25, 0.75)
 
 
-def e2e_s(run: Run, number: int) -> float:
-    return run.ttft_s[number] + sum(run.itl_s[number])
-
-
-def of_class(run: Run, name: str) -> list[int]:
-    return [number for number, request in enumerate(run.requests) if request.class_name == name]
-
-
-def urgent_ttft_p99(run: Run) -> float:
-    return float(np.quantile([run.ttft_s[number] for number in of_class(run, URGENT)], 0.99))
-
-
-def batch_tok_s(run: Run) -> float:
-    """Between the times at which a quarter and three quarters of the batch's tokens were out."""
-    times = sorted(
-        at_s
-        for number in of_class(run, BATCH)
-        for at_s in accumulate(run.itl_s[number], initial=run.arrival_s[number] + run.ttft_s[number])
-    )
-    low, high = (round(share * (len(times) - 1)) for share in STEADY)
-    return (high - low) / (times[high] - times[low])
-
-
-Figure = Callable[[Run], float]
-FIGURES: Mapping[str, Mapping[str, Figure]] = {
-    "one": {
-        "e2e per token": lambda run: fmean(e2e_s(run, n) / len(tokens) for n, tokens in enumerate(run.tokens)),
-        "e2e": lambda run: fmean(e2e_s(run, number) for number in range(len(run.tokens))),
-        "e2e p99": lambda run: float(np.quantile([e2e_s(run, n) for n in range(len(run.tokens))], 0.99)),
-        "TTFT": lambda run: fmean(run.ttft_s),
-        "tok/s": lambda run: run.throughput_tok_s,
-        "CPU time": lambda run: run.cpu_s,
-    },
-    "two": {
-        "urgent TTFT p99": urgent_ttft_p99,
-        "urgent TTFT": lambda run: fmean(run.ttft_s[number] for number in of_class(run, URGENT)),
-        "batch tok/s": batch_tok_s,
-        "batch e2e": lambda run: fmean(e2e_s(run, number) for number in of_class(run, BATCH)),
-        "CPU time": lambda run: run.cpu_s,
-    },
-}
 BARS: Mapping[str, Sequence[tuple[str, float, bool]]] = {
     "one": (("e2e per token", 1 / 1.7, True),),
     "two": (("urgent TTFT p99", 1 / 1.8, True), ("batch tok/s", 0.97, False)),
@@ -174,9 +134,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._out = options, options.out
-        with EngineProcess("kvpolicy_vllm.bench.inspect_model", self._out / "logs" / "preparing.log") as process:
-            job = {"llm": None, "make": str(self._out / "llm"), "seed": 0, "shape": SHAPE}
-            self._llm = Path(process.ask(job)["llm"])
+        self._llm, _ = made_llm(self._out)
         self._link: SimulatedLink | None = options.link
         self.policy = options.policy or self._trained()
         self._settings = Settings(str(self._llm), True, options.blocks + 1, BLOCK_SIZE, CONTEXT_TOKENS)
@@ -195,24 +153,10 @@ class Bench:
         return Arm(name, policy, self._link if policy else None, HOST_GIB, order=order, extra=extra)
 
     def workload(self, scenario: str, seed: int, rate_per_s: float) -> Workload:
-        batch = all_at_once(DEEPSEEK_R1, self._options.requests, seed, CONTEXT_TOKENS, SCALE)
-        rng, now_s, made = random.Random(f"{seed} {rate_per_s}"), 0.0, []
-        if scenario == "one":
-            for request in batch.requests:
-                now_s += rng.expovariate(rate_per_s)
-                made.append(replace(request, arrival_s=now_s))
-            return Workload("one class", tuple(made), seed)
-        made = [replace(request, class_name=BATCH) for request in batch.requests]
-        # As long as three quarters of the batch take at its capacity.
-        while now_s < 0.75 * len(made) / rate_per_s:
-            now_s += rng.expovariate(self._options.urgent_rate / BURST)
-            made += [Request(now_s, *URGENT_TOKENS, priority=-1, class_name=URGENT)] * BURST
-        return Workload("two classes", tuple(made), seed)
-
-    def _capacity(self, arms: Arms, seed: int) -> float:
-        """Requests per second: lengths differ much between seeds, so each has its own."""
-        run = arms.serve(STOCK, all_at_once(DEEPSEEK_R1, self._options.requests, seed, CONTEXT_TOKENS, SCALE), -1)
-        return middle_rate([e2e_s(run, number) for number in range(len(run.tokens))])
+        batch = at_once(self._options.requests, seed)
+        if scenario == ONE_CLASS:
+            return arriving(batch, rate_per_s, seed)
+        return with_urgent(batch, rate_per_s, self._options.urgent_rate, seed)
 
     def arrivals(self, scenario: str, load: float) -> str:
         if scenario == "one":
@@ -226,7 +170,8 @@ class Bench:
             arms.start(self.arm(STOCK, stock_order, None), self.arm(RECOMPUTE, order, RECOMPUTE, trace))
             arms.serve(STOCK, self.workload("one", 20_000, 1e6), -1)
             load = self._options.load if scenario == "one" else 1.0
-            capacities = tuple(self._capacity(arms, seed) for seed in range(self._options.seeds))
+            works = [at_once(self._options.requests, seed) for seed in range(self._options.seeds)]
+            capacities = tuple(capacity_of(arms.serve(STOCK, work, -1)) for work in works)
             arms.serve(RECOMPUTE, self.workload(scenario, 10_001, load * fmean(capacities)), -1)
         won = log_headroom([read(trace)])
         found = Found(scenario, won.price_ratio, won.sentence(), capacities, load, self._options.blocks)
@@ -249,7 +194,7 @@ class Bench:
             hows = {LEARNED: self.policy, **fixed}
             arms.start(self.arm(STOCK, stock_order, None), *(self.arm(n, order, how) for n, how in hows.items()))
             for name in arms.names:
-                arms.serve(name, all_at_once(DEEPSEEK_R1, WARM_UP_REQUESTS, 20_000, CONTEXT_TOKENS, SCALE), -1)
+                arms.serve(name, at_once(WARM_UP_REQUESTS, 20_000), -1)
             for seed in range(self._options.seeds):
                 work = self.workload(found.scenario, seed, found.load * found.capacities_per_s[seed])
                 runs = {name: arms.serve(name, work, start) for name in rng.sample(arms.names, len(arms.names))}

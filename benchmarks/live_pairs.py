@@ -45,22 +45,19 @@ from kvpolicy.stats import Ratio, geometric_means, student_ratio
 from kvpolicy.study.report import aligned
 from kvpolicy.trace import Header, read
 from kvpolicy.training import train
-from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
-from kvpolicy_vllm.bench.engine_process import EngineProcess
-from kvpolicy_vllm.bench.exactness import Comparison, compare
-from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
+from kvpolicy.workload import Workload
+from kvpolicy.workload.near_capacity import CONTEXT_TOKENS, at_once
+from kvpolicy_vllm.bench.exactness import Comparison
+from kvpolicy_vllm.bench.live_scenarios import BLOCK_SIZE, compared, made_llm
+from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Settings
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.run_profile import profile
 
-SHAPE = {"hidden": 1024, "intermediate": 2560, "layers": 2, "heads": 16, "kv_heads": 8, "spread": 0.1}
-"""Wide and flat, so that the fixed cost of a step in Python does not hide that of its tokens."""
 EXTENT = Extent(
     (32,), states=52, passes=2, repeats=1, check_pairs=2, max_tokens=512, max_others=15, max_batch_tokens=4000,
     model_tokens=2048, max_extra=1,
 )  # fmt: skip
-BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS = 32, 384, 128, 2048
-SCALE = 0.12
-"""Of the public trace's lengths."""
+RUNNING, STEP_TOKENS = 128, 2048
 CACHING = {"on": True, "off": False}
 LEARNED, RECOMPUTE, SWAP = "learned", "always-recompute", "always-swap"
 MIN_PRICE_RATIO = 0.2
@@ -148,9 +145,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._out: Path = options.out
-        with EngineProcess("kvpolicy_vllm.bench.inspect_model", self._out / "logs" / "preparing.log") as process:
-            job = {"llm": None, "make": str(self._out / "llm"), "seed": 0, "shape": SHAPE}
-            self._llm = Path(process.ask(job)["llm"])
+        self._llm, _ = made_llm(self._out)
         self.policy = options.policy or self._trained()
 
     def _trained(self) -> str:
@@ -162,7 +157,7 @@ class Bench:
         return f"cheapest:{model}"
 
     def _workload(self, seed: int, requests: int | None = None) -> Workload:
-        return all_at_once(DEEPSEEK_R1, requests or self._options.requests, seed, CONTEXT_TOKENS, SCALE)
+        return at_once(requests or self._options.requests, seed)
 
     def _settings(self) -> Settings:
         needed = sum(math.ceil(one.total_tokens / BLOCK_SIZE) for one in self._workload(0).requests)
@@ -211,8 +206,7 @@ class Bench:
     def _start(self, start: int, settings: Settings, server: Server, times: FittedTimes, figures: Figures) -> None:
         """Two new engines, and the pairs that they serve."""
         rng = random.Random(f"{self._options.seed}/{figures.prefix_caching}/{start}")
-        # Another amount of host memory makes it another engine: one that was never given the plugin.
-        stock = CachingArm(STOCK, None, host_gib=0.0, prefix_caching=figures.prefix_caching)
+        stock = CachingArm(STOCK, None, own_engine=True, prefix_caching=figures.prefix_caching)
         learned = CachingArm(LEARNED, self.policy, prefix_caching=figures.prefix_caching)
         with Arms(settings, self._out / "logs") as arms:
             arms.start(stock, learned)
@@ -237,14 +231,6 @@ class Bench:
                         time.monotonic() - began_s,
                     )
                 )
-
-
-def compared(arms: Arms, work: Workload, reference: Run, other: Run) -> Comparison:
-    """Where tokens differ, unmodified vLLM serves the workload once more, for how near the best token's rival was."""
-    if reference.tokens == other.tokens:
-        return Comparison(reference.output_tokens)
-    gaps = arms.serve(STOCK, work, -1, gaps=True).gaps
-    return compare(reference.tokens, gaps, other.tokens, f"seed {work.seed}, {other.arm}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,31 +32,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from live_orders import e2e_s
-from live_pairs import (
-    BLOCK_SIZE,
-    CONTEXT_TOKENS,
-    MIN_PRICE_RATIO,
-    RECOMPUTE,
-    SCALE,
-    SWAP,
-    WARM_UP_REQUESTS,
-    CachingArm,
-    compared,
-)
+from live_pairs import MIN_PRICE_RATIO, RECOMPUTE, SWAP, WARM_UP_REQUESTS, CachingArm
 
 from kvpolicy.evaluation.log_headroom import log_headroom
 from kvpolicy.stats import Ratio, geometric_means, student_ratio
 from kvpolicy.study.report import aligned
 from kvpolicy.trace import read
-from kvpolicy.workload import DEEPSEEK_R1, Request, Workload, all_at_once
+from kvpolicy.workload import Request, Workload
+from kvpolicy.workload.near_capacity import CONTEXT_TOKENS, at_once
 from kvpolicy_vllm.bench.exactness import Comparison
+from kvpolicy_vllm.bench.live_scenarios import BLOCK_SIZE, HOST_GIB, compared, e2e_s
 from kvpolicy_vllm.bench.overload import STOCK, Arms, Run, Settings
 
 WINDOW_TOKENS = 64
 LAYER_TYPES = ("sliding_attention", "full_attention")
 DENSE, WHOLE, GIVEN = "retention None", "hybrid manager off", "policy"
-HOST_GIB = 2.0
 MIN_STARTS = 2
 
 
@@ -156,16 +146,16 @@ class Bench:
 
     def _workload(self, number: int, requests: int | None = None) -> Workload:
         seed = 1000 * self._options.seed + number
-        return all_at_once(DEEPSEEK_R1, requests or self._options.requests, seed, CONTEXT_TOKENS, SCALE)
+        return at_once(requests or self._options.requests, seed)
 
     def _arms(self) -> list[FlagArm]:
         halved = len(LAYER_TYPES)  # a block of both layers has the bytes of two
         given = [FlagArm(GIVEN, self._options.policy, host_gib=HOST_GIB)] if self._options.policy else []
         return [
-            FlagArm(STOCK, None, host_gib=0.0),
-            FlagArm(DENSE, None, host_gib=0.0, flags=(("prefix_cache_retention_interval", None),)),
+            FlagArm(STOCK, None, own_engine=True),
+            FlagArm(DENSE, None, own_engine=True, flags=(("prefix_cache_retention_interval", None),)),
             FlagArm(
-                WHOLE, None, host_gib=0.0, device_blocks=(self._blocks - 1) // halved + 1,
+                WHOLE, None, own_engine=True, device_blocks=(self._blocks - 1) // halved + 1,
                 flags=(("disable_hybrid_kv_cache_manager", True),),
             ),
             FlagArm(RECOMPUTE, RECOMPUTE, host_gib=HOST_GIB),

@@ -7,10 +7,9 @@ vLLM's default. The requests of every repeat then arrive at a share of it, at ti
 from __future__ import annotations
 
 import argparse
-import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import cpu_count
 from statistics import fmean
 from typing import Any
@@ -25,10 +24,9 @@ from kvpolicy.study.cell import Cell
 from kvpolicy.study.progress import bar
 from kvpolicy.study.report import aligned
 from kvpolicy.study.run_cell import machine_of, policy_of, server_of, source_of, times_of
-from kvpolicy.workload import Source, Workload
+from kvpolicy.workload import Source
+from kvpolicy.workload.near_capacity import arriving, middle_rate
 
-MIN_REQUESTS = 4
-"""With fewer, a run has no middle half."""
 MAX_MEAN, MAX_P99 = 1.005, 1.01
 """Of end-to-end times over vLLM's."""
 
@@ -77,22 +75,6 @@ def capacity_of(place: Place) -> float:
     trace = served(cell, source_of(cell), MemorySink()).trace
     assert trace is not None
     return middle_rate([row["last_token_s"] for row in trace.rows("requests")])
-
-
-def middle_rate(ends_s: Iterable[float]) -> float:
-    """Finishes per second between the first quarter of them and the last."""
-    ordered = sorted(ends_s)
-    first, last = len(ordered) // 4, 3 * len(ordered) // 4
-    return (last - first) / (ordered[last] - ordered[first])
-
-
-def arriving(source: Source, rate_per_s: float, seed: int) -> Workload:
-    """The requests with Poisson arrivals, the same for every policy."""
-    rng, now_s, made = random.Random(f"{seed} {rate_per_s}"), 0.0, []
-    for request in source:
-        now_s += rng.expovariate(rate_per_s)
-        made.append(replace(request, arrival_s=now_s))
-    return Workload(f"{source.name}, {rate_per_s:g}/s", tuple(made), seed)
 
 
 def measured(place: Place, loads: Sequence[float]) -> list[Figures]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from matrix_bars import Verdict
 from matrix_places import HOST_GIB, LEARNED, LLAMA_3_1_8B, RECOMPUTE, SWAP
-from matrix_poisson import arriving, middle_rate, served
+from matrix_poisson import served
 
 from kvpolicy.simulator import MemorySink
 from kvpolicy.study.cache import Result, default_folder
@@ -28,6 +28,7 @@ from kvpolicy.study.grid import sweep
 from kvpolicy.study.inputs import workload_named
 from kvpolicy.study.progress import bar
 from kvpolicy.workload import Workload, open_workload
+from kvpolicy.workload.near_capacity import arriving, middle_rate
 
 FCFS, PRIORITY = "fcfs", "priority"
 MACHINES = ("H100-SXM", "A100-SXM-80GB")

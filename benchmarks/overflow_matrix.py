@@ -55,6 +55,7 @@ from kvpolicy.hardware.sheets import device_sheet, link_sheet
 from kvpolicy.stats import CONFIDENCE, Ratio, student_ratio
 from kvpolicy.study.cache import Result
 from kvpolicy.study.report import aligned, server_words
+from kvpolicy.workload.near_capacity import MIN_REQUESTS
 
 THRESHOLDS = (512, 1024, 2048, 4096)
 BEST, MINWASTE = "best threshold", "minwaste:analytic"
@@ -98,7 +99,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for load in options.poisson or ():
         if not 0 < load < float("inf"):
             parser.error(f"--poisson is {load}: should be above 0")
-    fewest = matrix_poisson.MIN_REQUESTS
+    fewest = MIN_REQUESTS
     if options.poisson and options.requests < fewest:
         parser.error(f"--requests is {options.requests}: should be {fewest} or more with --poisson")
     return options

@@ -285,13 +285,6 @@ for at_most in (True, False):
     )
 
 
-def test_capacity_is_the_rate_of_finishes_in_the_middle_half() -> None:
-    """One a second, but four a second from the third to the seventh of eight."""
-    ends_s = [1.0, 2.0, 3.0, 3.25, 3.5, 3.75, 4.0, 10.0]
-    code = f"from matrix_poisson import middle_rate; print(middle_rate({ends_s[::-1]}))"
-    assert in_benchmarks(code).strip() == "4.0"
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -618,7 +611,8 @@ def test_orders_classes_judges_urgent_requests_and_the_batch(tmp_path: Path) -> 
 
 def test_live_orders_takes_rates_in_the_steady_part_and_compares_over_starts() -> None:
     code = """
-from live_orders import FIGURES, LEARNED, STOCK, Found, Run, Request
+from live_orders import FIGURES, LEARNED, STOCK, Found, Run
+from kvpolicy.workload import Request
 def served(gap_s, ttft_s):
     requests = (Request(0.0, 8, 41, class_name="batch"), Request(1.0, 8, 1, priority=-1, class_name="urgent"))
     times = (1.0, ttft_s), ((gap_s,) * 40, ())

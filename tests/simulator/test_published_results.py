@@ -1,0 +1,153 @@
+"""The checks against published results can fail, and compare what they say they compare."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import astuple
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def script(name: str) -> Any:
+    return import_module(name)
+
+
+def test_a_missed_bar_and_a_statement_that_does_not_hold_end_with_status_1(tmp_path: Path) -> None:
+    lines = script("published_lines")
+    good, bad = lines.Line("a", 100.0, 104.0, 0.05), lines.Line("a", 100.0, 94.0, 0.05)
+    unbarred = lines.Line("a", 100.0, 10.0)
+    holds, fails = lines.Statement("b", True), lines.Statement("b", False)
+    assert lines.status([good, unbarred], [holds]) == 0
+    assert lines.status([good, bad], [holds]) == 1 and lines.status([good], [fails]) == 1
+    lines.write(tmp_path / "new" / "file.json", [bad], [holds])
+    (row,) = json.loads((tmp_path / "new" / "file.json").read_text())["lines"]
+    assert row["met"] is False and row["error"] == pytest.approx(-0.06)
+
+
+def test_the_watermark_study_simulates_what_the_request_says() -> None:
+    study = script("published_watermark")
+    requests = list(study.lengths(0))
+    assert len(requests) == 450 and {request.loop.concurrency for request in requests} == {128}
+    assert min(request.prompt_tokens for request in requests) >= 800
+    assert 5700 < max(request.output_tokens for request in requests) <= 6000
+    times, block_bytes = study.gb200_times()
+    server = study.server_of(0.05, block_bytes)
+    assert server.block_bytes * (server.device_blocks + 1) == pytest.approx(16 * 2**30, rel=1e-3)
+    assert "GB200" in times.source and not server.prefix_caching and server.watermark == 0.05
+
+
+def test_the_watermark_study_misses_its_bars_where_the_watermark_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = script("published_watermark")
+    monkeypatch.setattr(study, "REQUESTS", 140)
+    (run,) = study.simulated(0.0, 1)
+    lines, statements = study.compared([[run]] * len(study.PUBLISHED))
+    assert script("published_lines").status(lines, statements) == 1
+    assert [statement.holds for statement in statements] == [True, False, False]
+
+
+def data_folder(folder: Path, prompt: int, output: int) -> Path:
+    """Tables in the layouts of the studies' data: 60 requests of ShareGPT and arXiv, one conversation every 2 s."""
+    for name in ("lengths", "traces"):
+        (folder / name).mkdir()
+    rows = [f"{prompt},{output}"] * 60
+    for name in ("sharegpt_8k_llama2tok_even_rows", "arxiv_summarization_llama2tok_even_rows"):
+        text = "\n".join(["prompt_tokens,output_tokens", *rows, ""])
+        (folder / "lengths" / f"{name}.csv.gz").write_bytes(gzip.compress(text.encode()))
+    arrivals = "\n".join(["arrival_s,prompt_tokens,output_tokens", *(f"{2 * i},300,40" for i in range(60)), ""])
+    (folder / "traces" / "azure2023_conv_0-1800s.csv.gz").write_bytes(gzip.compress(arrivals.encode()))
+    return folder
+
+
+def test_the_waste_of_contiguous_room_is_what_arithmetic_says() -> None:
+    study = script("published_kv_waste")
+    rows = [(100, 100)] * 200
+    # 7 requests with room for 2048, 100 to 200 tokens held; the last 7 run while nobody waits.
+    most = study.orca("Orca, Max", rows)
+    assert most.states == pytest.approx(7 * 150.5 / study.SLOTS, rel=1e-6)
+    assert most.internal == pytest.approx(7 * (2048 - 200) / study.SLOTS, rel=1e-6)
+    assert most.external == pytest.approx(1 - 7 * 2048 / study.SLOTS, rel=1e-6)
+    assert sum(astuple(most)) == pytest.approx(1.0)
+    true = study.orca("Orca, Oracle", rows)
+    # Chunks of 256: 61 fit into 8192 + 4096 + 2048 + 1024 + 256.
+    assert true.states == pytest.approx(61 * 150.5 / study.SLOTS, rel=1e-6) and true.internal == 0.0
+
+
+def test_buddies_are_merged_again() -> None:
+    memory = script("published_kv_waste").Buddies(12)
+    chunks = [memory.take(tokens) for tokens in (3, 4, 2, 1)]
+    assert None not in chunks and memory.take(2) is None
+    chunks.append(memory.take(1))
+    assert memory.take(1) is None
+    for order, place in chunks:
+        memory.give(order, place)
+    assert memory.take(8) == (3, 0) and memory.take(4) == (2, 8)
+
+
+def test_blocks_waste_the_rest_of_the_last_one_and_sharing_saves_full_blocks_of_the_prompt() -> None:
+    study = script("published_kv_waste")
+    assert study.saved([(33, 1)], 2) == pytest.approx(2 / 6)
+    assert study.saved([(33, 1)], 2, beams_alike=True) == pytest.approx(2 / 6)
+    assert study.saved([(32, 1)], 2) == pytest.approx(1 / 4)  # its last token is computed again
+    waste = study.paged([(40, 60)] * 300, study.Builtin())
+    assert waste.reserved == 0 and 0 < waste.internal < 16 / 40
+    assert waste.states + waste.internal + waste.external == pytest.approx(1.0)
+
+
+def test_the_study_of_waste_says_where_it_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = script("published_kv_waste")
+    assert study.main(["--data", str(data_folder(tmp_path, 100, 200)), "--json", str(tmp_path / "out.json")]) in (0, 1)
+    assert "Orca, Oracle: token states" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        study.main(["--data", str(tmp_path / "none")])
+    assert ended.value.code == 2
+
+
+def test_both_classes_are_served_and_every_arm_gets_the_same_requests(tmp_path: Path) -> None:
+    study = script("published_two_classes")
+    data = data_folder(tmp_path, 2000, 200)
+    alone, both = (study.requests_of(data, 20.0, 2.0, offline) for offline in (False, True))
+    assert len(alone.requests) == 20 and {request.priority for request in alone.requests} == {-1}
+    assert max(request.arrival_s for request in alone.requests) <= 20
+    assert [request for request in both.requests if request.class_name == "online"] == list(alone.requests)
+    served = [
+        study.serve(arm, both if arm.offline else alone, 20.0) for arm in (study.ALONE, *study.PRIORITY, study.OURS)
+    ]
+    assert served[0].offline_tok_s == 0 < min(one.offline_tok_s for one in served[1:])
+    lines, statements = study.compared(2.0, served)
+    # With memory for all, an order that displaces has nothing to win.
+    assert lines[0].ours == pytest.approx(1.0, abs=0.2) and not statements[0].holds and statements[1].holds
+
+
+def test_steps_are_told_apart_by_what_they_compute() -> None:
+    study = script("published_overflow")
+    counts = [(0, 0), (3, 0), (4, 4), (4, 4), (5, 4)]
+    steps = [{"scheduled_requests": requests, "decode_requests": decodes} for requests, decodes in counts]
+    batches = study.batches_of(steps)
+    assert astuple(batches) == (0.25, 0.5, 0.25) and batches.decoding == 0.5
+    assert not study._mixes("made up", batches).holds
+    assert study.batches_of([]).decoding == 0.0
+
+
+def test_the_overflow_study_counts_what_was_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = script("published_overflow")
+    monkeypatch.setattr(study, "PROMPT", 150)
+    monkeypatch.setattr(study, "OUTPUT", 100)
+    monkeypatch.setattr(study, "WHOLE", 32 * 16)
+    trace, server = study.simulated("always-swap", 12)
+    moments = study.use_over_time(trace, server)
+    assert len(moments) == study.MOMENTS and all(0 <= moment["device"] <= 1 + 1e-9 for moment in moments)
+    saved = sum(row["end_s"] - row["start_s"] for row in trace.rows("transfers") if row["direction"] == "save")
+    assert sum(moment["save"] for moment in moments) * moments[0]["until_s"] == pytest.approx(saved) and saved > 0
+    assert max(moment["host KV"] for moment in moments) > 0 == pytest.approx(moments[-1]["host KV"])
+    assert study.overhead_s(trace) < study.FELT_S < study.overhead_s(study.simulated("always-recompute", 12)[0])
