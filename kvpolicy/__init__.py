@@ -52,6 +52,7 @@ _HOMES = {
     "SweepReport": "kvpolicy.study.report",
     "Advice": "kvpolicy.study.recommend",
     "Explanation": "kvpolicy.explanation",
+    "ShadowSavings": "kvpolicy.evaluation",
     # The steps of the loop.
     "train": "kvpolicy.training",
     "evaluate": "kvpolicy.evaluation",
@@ -63,9 +64,11 @@ _HOMES = {
     "check": "kvpolicy.integrations",
     "serve": "kvpolicy.integrations",
     "demo": "kvpolicy.integrations",
+    "offline_demo": "kvpolicy.study.offline_demo",
     "characterize": "kvpolicy.integrations",
     "report": "kvpolicy.reporting.pipeline",
     "import_profile": "kvpolicy.simulator.hardware.import_profile",
+    "shadow_savings": "kvpolicy.evaluation",
 }
 
 __all__ = ["__version__", *_HOMES]

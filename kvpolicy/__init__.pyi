@@ -5,7 +5,9 @@ from kvpolicy.errors import KVPolicyError as KVPolicyError
 from kvpolicy.evaluation import Estimation as Estimation
 from kvpolicy.evaluation import EvaluationReport as EvaluationReport
 from kvpolicy.evaluation import OffPolicyReport as OffPolicyReport
+from kvpolicy.evaluation import ShadowSavings as ShadowSavings
 from kvpolicy.evaluation import evaluate as evaluate
+from kvpolicy.evaluation import shadow_savings as shadow_savings
 from kvpolicy.events import Cost as Cost
 from kvpolicy.events import Decision as Decision
 from kvpolicy.events import Option as Option
@@ -35,6 +37,7 @@ from kvpolicy.study.config import Criterion as Criterion
 from kvpolicy.study.config import Run as Run
 from kvpolicy.study.config import Serving as Serving
 from kvpolicy.study.grid import simulate as simulate
+from kvpolicy.study.offline_demo import offline_demo as offline_demo
 from kvpolicy.study.recommend import Advice as Advice
 from kvpolicy.study.recommend import recommend as recommend
 from kvpolicy.study.report import SweepReport as SweepReport
@@ -82,6 +85,7 @@ __all__ = [
     "Server",
     "ServerSettings",
     "Serving",
+    "ShadowSavings",
     "SweepReport",
     "Trace",
     "TrainReport",
@@ -96,12 +100,14 @@ __all__ = [
     "import_profile",
     "load_cost_model",
     "load_policy",
+    "offline_demo",
     "open_workload",
     "profile",
     "read_trace",
     "recommend",
     "report",
     "serve",
+    "shadow_savings",
     "simulate",
     "train",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.cli import main
+from kvpolicy.cli import catalog, main, measure
 from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import EngineFailed
 from kvpolicy.evaluation.estimation import Estimation
@@ -188,9 +189,35 @@ def test_no_option_left_out_goes_unnoticed(capsys: pytest.CaptureFixture[str]) -
         assert "Missing" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--version") == 0
+@pytest.mark.parametrize("flag", ["--version", "-v"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(flag) == 0
     assert capsys.readouterr().out == f"kvpolicy {kvpolicy.__version__}\n"
+
+
+@pytest.mark.parametrize("kind", catalog.KINDS)
+def test_what_is_listed_are_names_with_what_they_are(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list", kind) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(catalog.KINDS[kind]())
+    assert all(re.match(r"  \S+  +\S", line) for line in lines)
+
+
+def test_everything_is_listed_under_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line and not line.startswith(" ")] == list(catalog.KINDS)
+    assert any(line.split()[:1] == ["H100-SXM"] for line in lines)
+
+
+def test_a_list_of_nothing_known_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there are models, traces" in refusal(capsys, "list", "modls")
+
+
+def test_a_shell_can_be_given_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    assert run("--show-completion", "bash") == 0
+    assert "complete" in (shown := capsys.readouterr().out) and "kvpolicy" in shown
 
 
 def without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -203,9 +230,33 @@ def without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] == 'torch': raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, NoTorch())\n"
-        f"from kvpolicy.cli import main\nmain({list(arguments)!r})"
+        f"from kvpolicy.cli import catalog, main\nmain({list(arguments)!r})"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_a_demo_without_an_engine_needs_no_vllm_and_writes_its_page(tmp_path: Path) -> None:
+    done = without_vllm("demo", "--offline", "--quick", "--out", str(tmp_path / "demo"))
+    assert done.returncode == 0, done.stderr
+    assert "headline, fixed beforehand:" in done.stdout
+    found = json.loads((tmp_path / "demo" / "demo.json").read_text())
+    assert found["kind"] == "offline" and len(found["headline"]) == 2
+    pytest.importorskip("matplotlib")
+    page = (tmp_path / "demo" / "demo.html").read_text()
+    assert "Where it pays" in page and "simulated: x 0." in page and "How it was simulated" in page
+    assert "measured: x" not in page and "How it was measured" not in page
+
+
+def test_a_page_that_cannot_be_drawn_is_told_and_an_earlier_one_removed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "demo.html").write_text("of an earlier demo")
+    (tmp_path / "demo.json").write_text("{}")
+    monkeypatch.setattr(kvpolicy, "offline_demo", Called("offline_demo"), raising=False)
+    monkeypatch.setattr(measure, "find_spec", lambda _: None)
+    assert run("demo", "--offline", "--out", str(tmp_path)) == 0
+    assert "demo.html is not written, which takes: pip install 'kvpolicy[plots]'" in capsys.readouterr().err
+    assert not (tmp_path / "demo.html").exists()
 
 
 @pytest.mark.parametrize("command", ["profile --out x", "demo --out x", "serve m --policy always-swap"])

@@ -27,16 +27,16 @@ ARGUMENTS = (
 )  # fmt: skip
 RESULTS = (
     "TrainReport", "LogTrainReport", "CalibrateReport", "EvaluationReport", "OffPolicyReport", "SweepReport", "Advice",
-    "Explanation",
+    "Explanation", "ShadowSavings",
 )  # fmt: skip
 VERBS = (
     "train", "evaluate", "simulate", "recommend", "explain", "calibrate", "profile", "check", "serve", "demo",
-    "characterize", "report", "import_profile",
+    "offline_demo", "characterize", "report", "import_profile", "shadow_savings",
 )  # fmt: skip
 NAMES = (*NOUNS, *OF_ONES_OWN, *ARGUMENTS, *RESULTS, *VERBS)
 UNNAMED = {
     "Report": "what an engine's integration returns", "Checked": "the same", "StudyReport": "read as text",
-    "BenchReport": "the same",
+    "BenchReport": "the same", "DemoReport": "the same",
     "Imported": "read as text",
 }  # fmt: skip
 """Types in the signatures of verbs that nobody has to make or to name, and why."""

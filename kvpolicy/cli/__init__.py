@@ -10,20 +10,19 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import kvpolicy
-from kvpolicy.cli import bench, measure, study
+from kvpolicy.cli import bench, catalog, measure, study
 from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import EngineFailed, KVPolicyError
 
 app = typer.Typer(
     help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+def root(version: Annotated[bool, typer.Option("--version", "-v", help="Show the version and exit.")] = False) -> None:
     if version:
         typer.echo(f"kvpolicy {kvpolicy.__version__}")
         raise typer.Exit
@@ -32,6 +31,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 measure.add_to(app)
 study.add_to(app)
 bench.add_to(app)
+catalog.add_to(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,7 +11,7 @@ import typer
 import kvpolicy
 from kvpolicy import integrations, prefix_store
 from kvpolicy.cli.flags import SERVER_FLAGS, command
-from kvpolicy.settings import ARMS, AnalyticsLoad, BenchTarget, ChatLoad, ServerSettings
+from kvpolicy.settings import ARMS, AnalyticsLoad, BenchTarget, ChatLoad, Load, RateLoad, ServerSettings
 
 Target = Annotated[
     str,
@@ -52,6 +52,19 @@ def analytics(
     return _bench(out, load, BenchTarget(target, tuple(arm or ()), settings, tuple(context.args)))
 
 
+def rate(
+    context: typer.Context,
+    target: Target,
+    out: Out,
+    arm: Arms = None,
+    load: RateLoad = RateLoad(),
+    settings: ServerSettings = SETTINGS,
+) -> Any:
+    """Measure latency and goodput by the rate at which requests arrive, until latency explodes. Flags that are not
+    kvpolicy's are vLLM's, of the servers that are started."""
+    return _bench(out, load, BenchTarget(target, tuple(arm or ()), settings, tuple(context.args)))
+
+
 def warm(
     url: Annotated[str, typer.Argument(metavar="URL", help="A server that runs, as http://localhost:8000.")],
     prompt: Annotated[
@@ -75,7 +88,7 @@ def warm(
     )
 
 
-def _bench(out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> Any:
+def _bench(out: Path, load: Load, at: BenchTarget) -> Any:
     report = integrations.bench(out, load, at)
     if find_spec("matplotlib") and find_spec("jinja2"):
         kvpolicy.report([out], out / "bench.html")
@@ -84,7 +97,7 @@ def _bench(out: Path, load: ChatLoad | AnalyticsLoad, at: BenchTarget) -> Any:
 
 def add_to(app: typer.Typer) -> None:
     group = typer.Typer(help="Measure live servers over HTTP.", no_args_is_help=True)
-    for function in (chat, analytics):
+    for function in (chat, analytics, rate):
         group.command(context_settings=SERVER_FLAGS)(command(function, "File for the figures."))
     app.add_typer(group, name="bench")
     app.command()(command(warm, "File for the figures."))

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.order import HELP as ORDERS
 from kvpolicy.policy import HELP
 from kvpolicy.policy.objective import FORM
-from kvpolicy.settings import SEED, Measurement, ServerSettings
+from kvpolicy.settings import DEMO_ORDER, SEED, Measurement, ServerSettings
 
 ALWAYS_SWAP = ServerSettings("always-swap")
 
@@ -97,6 +98,19 @@ def evaluate(
     return kvpolicy.evaluate(trace, policy, seed, objective, how)
 
 
+def shadow(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders of traces of `serve --shadow`.")],
+    cost_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Cost model for decisions without predicted costs: a folder, or the name of a shipped model."
+        ),
+    ] = None,
+) -> Any:
+    """Say what a policy in shadow mode would have chosen and saved per hour, and what cannot be told."""
+    return kvpolicy.shadow_savings(traces, cost_model)
+
+
 def explain(
     cost_model: Annotated[str, typer.Option(help="A folder, the name of a shipped model, or analytic:DEVICE:CONFIG.")],
     question: Question,
@@ -151,22 +165,49 @@ def serve(
     os.execvp(command[0], command)
 
 
-def config(settings: ServerSettings) -> None:
+def config(
+    settings: ServerSettings,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into",
+            metavar="FILE",
+            help="Merge it into this YAML file of yours, whose comments and order stay, and show the difference.",
+        ),
+    ] = None,
+) -> None:
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
     launch = integrations.launcher()
-    typer.echo(launch.config_yaml(launch.options(settings)), nl=False)
+    extra = launch.options(settings)
+    if into is None:
+        typer.echo(launch.config_yaml(extra), nl=False)
+        return
+    typer.echo(launch.config_into(into, extra) or f"{into}: has these settings already\n", nl=False)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for traces, models and demo.json.")] = Path("out/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer states and fewer repeats.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for traces, models, demo.json and its page.")] = Path("out/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Two short rounds in place of four.")] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Without an engine, in half a minute: a shipped trace, and simulations.")
+    ] = False,
     seed: Seed = 0,
     order: Annotated[
-        str, typer.Option(help=f"Order of service of the overload's arms that have the plugin. {ORDERS}.")
-    ] = "fcfs",
+        str, typer.Option(help=f"Order of service with which requests of one class are served last. {ORDERS}.")
+    ] = DEMO_ORDER,
 ) -> Any:
-    """Run the whole loop on a small model, then the same overload with and without the plugin."""
-    return kvpolicy.demo(out=out, quick=quick, seed=seed, order=order)
+    """What preemptions cost here, and where it pays: a small model, served by unmodified vLLM and with the plugin."""
+    run = kvpolicy.offline_demo if offline else kvpolicy.demo
+    report = run(out=out, quick=quick, seed=seed, order=order)
+    page = out / "demo.html"
+    if not (out / "demo.json").exists():
+        return report
+    if find_spec("matplotlib") and find_spec("jinja2"):
+        kvpolicy.report([out], page)
+    else:
+        page.unlink(missing_ok=True)  # it would be that of an earlier demo
+        typer.echo(f"{page} is not written, which takes: pip install 'kvpolicy[plots]'", err=True)
+    return report
 
 
 def import_profile(
@@ -199,6 +240,7 @@ def add_to(app: typer.Typer) -> None:
     add(train)
     add(calibrate)
     add(evaluate, "File for the report.")
+    add(shadow, "File for the report.")
     add(explain)
     add(check, "File for the report.", context_settings=SERVER_FLAGS)
     add(serve, context_settings=SERVER_FLAGS)

@@ -1,0 +1,80 @@
+"""The examples: simulations and the notebook run; what needs images or a cluster is read, and names what exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+import yaml
+
+from tests.snippets import names_of
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def example(name: str) -> dict[str, Any]:
+    return names_of((EXAMPLES / name).read_text())
+
+
+def test_urgent_requests_wait_less() -> None:
+    stock, ours = example("two_classes.py")["compare"]().values()
+    assert ours["urgent, first token, mean s"] < stock["urgent, first token, mean s"]
+
+
+def test_a_rollout_that_swaps_recomputes_nothing() -> None:
+    stock, swapped, _ = example("rl_rollout.py")["compare"]().values()
+    assert stock["recomputed tokens"] > 0 == swapped["recomputed tokens"]
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    mpl.use("Agg")
+    notebook = json.loads((EXAMPLES / "train_judge_plot.ipynb").read_text())
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names = names_of("\n".join(code))
+    assert len(names["axes"].lines) == 2 and "learned" in names["judged"].text()
+    names["plt"].close("all")
+
+
+YAML = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", YAML)
+def test_what_is_deployed_is_read(file: str) -> None:
+    assert all(isinstance(document, dict) for document in yaml.safe_load_all((EXAMPLES / file).read_text()))
+
+
+def test_the_files_that_compose_mounts_exist() -> None:
+    compose = yaml.safe_load((EXAMPLES / "compose" / "compose.yaml").read_text())
+    services = compose["services"]
+    mounted = [place.split(":")[0] for one in services.values() for place in one.get("volumes", ())]
+    assert [place for place in mounted if place.startswith(".") and not (EXAMPLES / "compose" / place).is_file()] == []
+    assert {place for place in mounted if not place.startswith(".")} == set(compose["volumes"])
+    build = services["vllm"]["build"]
+    assert (EXAMPLES / "compose" / build["context"] / build["dockerfile"]).is_file()
+
+
+def test_what_the_image_copies_is_enough_to_build(tmp_path: Path) -> None:
+    text = (EXAMPLES / "Dockerfile").read_text()
+    for *sources, target in (line.split()[1:] for line in text.splitlines() if line.startswith("COPY ")):
+        place = tmp_path / Path(target).relative_to("/tmp")
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                file = place / Path(source).name if target.endswith("/") else place
+                file.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, file)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist")]
+    done = subprocess.run([*command, str(tmp_path / "kvpolicy")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (version,) = re.findall(r"^FROM vllm/vllm-openai:v(\d+\.\d+)", text, re.MULTILINE)
+    assert f" {version} " in (ROOT / "docs" / "features.md").read_text()
