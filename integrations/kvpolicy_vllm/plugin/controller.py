@@ -29,9 +29,7 @@ from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.marks import Grant, MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
-from kvpolicy_vllm.plugin.observers import (
-    AbsenceLearner, Identity, MetricsCounter, Observers, Pending, SurvivalLearner,
-)  # fmt: skip
+from kvpolicy_vllm.plugin.observers import AbsenceLearner, Identity, MetricsCounter, Observers, Pending, SurvivalLearner
 from kvpolicy_vllm.plugin.prompt_cache import PromptCache
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
 from kvpolicy_vllm.plugin.swaps import Swaps
