@@ -61,7 +61,7 @@ def _median_us(scheduler: Any, copies: CopyBook, victim: Request) -> float:
     for _ in range(CALLS):
         begun = perf_counter_ns()
         view = RunningView(scheduler, victim)
-        situation_of(victim, scheduler, view, "memory", copies, copies.block_bytes // LAYERS, survival, 0.0)
+        situation_of(victim, scheduler, view, "memory", copies, survival, 0.0)
         spans.append(perf_counter_ns() - begun)
     return median(spans) / 1e3
 

@@ -176,6 +176,9 @@ class AllOrNothing(Survival):
     tokens that is so (``hashed_tokens``): none once a request has written more than a window or a block of states, the
     prompt's last boundary before that. One block less, and nothing is found. So these tokens, and ``hashed_blocks``,
     the blocks that need not be loaded then, are expected times the share of recent victims that found all of theirs.
+
+    How long victims are away cannot be told from what they find. An engine counts the tokens that it writes
+    (:meth:`wrote`), and absences are learned from those between a preemption and its admission.
     """
 
     shares: dict[Cause, Share] = field(
@@ -183,6 +186,13 @@ class AllOrNothing(Survival):
     )
     _findable: dict[str, tuple[Cause, int]] = field(default_factory=dict)
     """By preemption: its cause, and the tokens that were findable at it."""
+    _away: dict[str, tuple[Cause, int]] = field(default_factory=dict)
+    """By preemption, until the request has blocks again: its cause, and the tokens that had been written by then."""
+    _written_tokens: int = 0
+
+    def wrote(self, tokens: int) -> None:
+        """A step was scheduled that writes so many tokens to the device."""
+        self._written_tokens += tokens
 
     def share(self, cause: Cause) -> float:
         """Share of the victims that are expected to find all that was findable."""
@@ -196,16 +206,19 @@ class AllOrNothing(Survival):
     def hit_tokens(self, hashed_tokens: int, cause: Cause) -> float:
         return hashed_tokens * self.share(cause)
 
-    def absence_tokens(self, cause: Cause) -> float | None:
-        """None: how long victims are gone is not learned."""
-        return None
-
     def preempted(self, preemption_id: str, situation: Preemption) -> None:
-        """A request was preempted. One that could find nothing teaches nothing."""
-        if situation.cause != "reset" and situation.hashed_tokens:
+        """A request was preempted. One that could find nothing says nothing of what is found."""
+        if situation.cause == "reset":
+            return
+        self._away[preemption_id] = situation.cause, self._written_tokens
+        if situation.hashed_tokens:
             self._findable[preemption_id] = situation.cause, situation.hashed_tokens
 
+    def admitted(self, preemption_id: str) -> None:
+        self._back(preemption_id, True)
+
     def closed(self, preemption_id: str, hit_tokens: int | None) -> None:
+        self._back(preemption_id, False)
         findable = self._findable.pop(preemption_id, None)
         if findable is not None and hit_tokens is not None:
             cause, tokens = findable
@@ -213,6 +226,14 @@ class AllOrNothing(Survival):
 
     def forget(self) -> None:
         self._findable.clear()
+        self._away.clear()
+
+    def _back(self, preemption_id: str, admitted: bool) -> None:
+        """``admitted``: whether it has blocks again; otherwise it ended before it had any, and only lasted longer."""
+        away = self._away.pop(preemption_id, None)
+        if away is not None:
+            cause, before = away
+            self.absences[cause].add(self._written_tokens - before, ended=admitted)
 
 
 def _span(

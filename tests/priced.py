@@ -17,10 +17,12 @@ class Priced(PricedPolicy[NoState]):
     name: str = "priced"
     token_s: float = 1e-4
     block_s: float = 5e-4
+    fixed_s: float = 0.0
+    """Of a recompute, however few its tokens."""
 
     def costs(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[Cost, ...]:
         lost = situation.computed_tokens - situation.cached_tokens
-        recompute_s = max(0.0, lost) * self.token_s
+        recompute_s = self.fixed_s + max(0.0, lost) * self.token_s
         swap_s = 2 * situation.save_blocks * self.block_s
         by_kind = {
             "recompute": Cost(recompute_s, 0.0, 0.0, recompute_s, 0.0, recompute_s, recompute_s),
@@ -38,3 +40,8 @@ class Priced(PricedPolicy[NoState]):
 def dear() -> Priced:
     """The same, at a hundred thousand times the price."""
     return Priced("dear", 10.0, 50.0)
+
+
+def short_first() -> Priced:
+    """The same, where a copy saves the more per block the shorter it is."""
+    return Priced("short first", 1e-4, 5e-5, 0.05)

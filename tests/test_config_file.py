@@ -114,3 +114,15 @@ def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("scheduler-cls: somebody.Elses\n")
     assert run(*command) != 0
     assert "somebody.Elses" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("order", "refused"), [("urgent", True), ("priority", False), ("fcfs", False)])
+def test_two_that_rank_requests_are_refused(file: Path, order: str, refused: bool) -> None:
+    file.write_text(MINE + "scheduling_policy: priority\n")
+    addition = launch.config_yaml({"policy": "always-swap", "order": order})
+    if not refused:
+        assert merge(file, addition)
+        return
+    with pytest.raises(InputError, match="has scheduling_policy: priority, and --order urgent ranks requests itself"):
+        merge(file, addition)
+    assert file.read_text() == MINE + "scheduling_policy: priority\n"

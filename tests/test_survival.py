@@ -196,7 +196,31 @@ def test_nothing_is_kept_of_preemptions_that_are_over() -> None:
 
 def test_of_several_tables_nothing_is_expected_before_anything_was_seen() -> None:
     assert expected(AllOrNothing(), victim(20, free_blocks=1000)) == 0.0
-    assert AllOrNothing().absence_tokens("memory") is None
+    assert AllOrNothing().absence_tokens("memory") == PRIOR_TOKENS and AllOrNothing().absence_tokens("reset") is None
+
+
+def test_of_several_tables_an_absence_is_counted_until_the_request_has_blocks() -> None:
+    """By cause; one that ends while it waits was longer than that, and what is forgotten says nothing."""
+    survival, memory, displaced = AllOrNothing(), Absences(), Absences()
+    survival.wrote(70)
+    for name, cause in (("a", "memory"), ("b", "displaced"), ("c", "memory"), ("reset", "reset")):
+        survival.preempted(name, of_tables(0, cause=cause))
+        survival.wrote(10)
+    survival.admitted("a")
+    survival.admitted("reset")
+    survival.wrote(5)
+    survival.admitted("b")
+    survival.closed("c", None)
+    survival.closed("a", 0)
+    memory.add(40, ended=True)
+    memory.add(25, ended=False)
+    displaced.add(35, ended=True)
+    assert survival.absences == {"memory": memory, "displaced": displaced, "forced": Absences()}
+    assert survival.absence_tokens("displaced") == displaced.mean_tokens
+    survival.preempted("d", of_tables(0))
+    survival.forget()
+    survival.admitted("d")
+    assert survival.absences["memory"] == memory and not survival._away
 
 
 def test_of_several_tables_the_share_that_found_all_is_learned_by_cause() -> None:

@@ -53,6 +53,7 @@ def merged(before: str, addition: str, name: str) -> str:
     for key, reason in EXCLUDED.items():
         if key in spelling:
             raise InputError(f"{name}: has {spelling[key]}, which excludes kvpolicy: {reason}")
+    _refuse_two_orders(name, spelling, values, wanted)
     added: list[str] = []
     expected, edits = dict(values), []
     for key, value in wanted.items():
@@ -133,6 +134,18 @@ def _refuse_other(name: str, own: str, key: str, present: Any, wanted: Any) -> N
     if key == TRANSFER:
         way += ", or write both into a MultiConnector as the page on other connectors says"
     raise InputError(f"{name}: has {own} {shown!r}, and kvpolicy needs {needed!r} there: {way}")
+
+
+def _refuse_two_orders(name: str, spelling: Mapping[str, str], values: Mapping[str, Any], wanted: Any) -> None:
+    """Raise InputError where vLLM's priority scheduling and an order of ours would both rank requests: a server with
+    both does not start."""
+    own = spelling.get("scheduling-policy")
+    order = wanted.get(TRANSFER, {}).get("kv_connector_extra_config", {}).get("order", "fcfs")
+    if own is not None and order != "fcfs" and values[own] not in ("fcfs", order):
+        raise InputError(
+            f"{name}: has {own}: {values[own]}, and --order {order} ranks requests itself: take {own} out of the file, "
+            "or leave --order out"
+        )
 
 
 def _dumped(values: Mapping[str, Any]) -> str:

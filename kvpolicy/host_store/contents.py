@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from kvpolicy.caching.tree import Node
@@ -50,6 +51,20 @@ class HostCopy:
     blocks: list[HostBlock] = field(default_factory=list)
     loading: bool = False
     """Whether a load is reading its slots: they cannot be given up."""
+    gain_per_block: float | None = None
+    """Predicted engine seconds that it saves over a recompute, per slot that it was expected to need when it was made;
+    None without predictions."""
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """See :func:`rank_of`."""
+        return rank_of(self.tokens, self.gain_per_block)
+
+
+def rank_of(tokens: int, gain_per_block: float | None) -> tuple[float, int]:
+    """What decides which copy is given up where slots are short, the lowest first: the predicted gain per slot, and
+    among copies without one, which rank below all others, the number of tokens."""
+    return -inf if gain_per_block is None else gain_per_block, tokens
 
 
 def by_owner(blocks: Iterable[HostBlock], cache: Any = None) -> list[tuple[Any, list[HostBlock]]]:

@@ -9,16 +9,16 @@ from typing import Any
 from kvpolicy.caching.base import CachingPolicy, Chain
 from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.tree import Tree
-from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy
+from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, rank_of
 from kvpolicy.request_marks import Hints
 
 
 class HostStore:
     """Slots of host memory, one KV block each, and the contents that are in them or watched for them.
 
-    Copies come first. Where slots are short, cached contents leave theirs, and then the copy of the shortest request is
-    given up. Among copies that is the cheapest one to recompute per byte: a token costs the more the more tokens
-    precede it. ``given_up`` collects such copies until the caller takes them; they hold nothing any more.
+    Copies come first. Where slots are short, cached contents leave theirs, and then the copy that saves the least per
+    slot is given up, by what was predicted when it was made; without predictions that of the shortest request.
+    ``given_up`` collects such copies until the caller takes them; they hold nothing any more.
 
     ``cache``: chooses what is cached, for as many blocks as there are slots; without one nothing is. It knows every
     content with a key that has a slot, and those that copies need are protected.
@@ -51,12 +51,18 @@ class HostStore:
         """Slots of cached contents."""
         return self.free - len(self._unused)
 
-    def obtainable(self, tokens: int, wanted: float, keys: Iterable[Hashable | None] = ()) -> int:
+    def obtainable(
+        self,
+        tokens: int,
+        wanted: float,
+        keys: Iterable[Hashable | None] = (),
+        gain_per_block: Callable[[], float | None] = lambda: None,
+    ) -> int:
         """Slots that a copy of a request of ``tokens`` computed tokens can have: those that no copy needs and, where
-        these are fewer than ``wanted``, those that only copies of shorter requests use.
+        these are fewer than ``wanted``, those that only copies of a lower rank use.
 
         ``keys``: of the copy's own contents. A slot that holds one of them is in use once the copy is made, whatever is
-        given up.
+        given up. ``gain_per_block``: predicts that of the copy; only called where slots are short.
         """
         if self.cache is None and self.free >= wanted:
             return self.free
@@ -64,11 +70,11 @@ class HostStore:
         free = self.free - sum(block is not None and block.cached for block in map(self._by_key.get, own))
         if free >= wanted:
             return free
+        rank = rank_of(tokens, gain_per_block())
+        below = {copy for copy in self._copies if copy.rank < rank and not copy.loading}
         return free + sum(
-            block.slot is not None
-            and (block.key is None or block.key not in own)
-            and all(holder.tokens < tokens and not holder.loading for holder in block.holders)
-            for block in {block: None for copy in self._copies if copy.tokens < tokens for block in copy.blocks}
+            block.slot is not None and (block.key is None or block.key not in own) and below.issuperset(block.holders)
+            for block in {block: None for copy in below for block in copy.blocks}
         )
 
     def stored(self, keys: Iterable[Hashable | None]) -> int:
@@ -401,7 +407,7 @@ class HostStore:
             block.key = None
 
     def _give_up(self, block: HostBlock) -> bool:
-        """Give up the copy of the shortest request that uses slots or needs the block; False where there is none."""
+        """Give up the copy of the lowest rank that uses slots or needs the block; False where there is none."""
         copies = [
             copy
             for copy in self._copies
@@ -409,9 +415,9 @@ class HostStore:
         ]
         if not copies:
             return False
-        shortest = min(copies, key=lambda copy: copy.tokens)
-        self.release(shortest)
-        self.given_up.append(shortest)
+        lowest = min(copies, key=lambda copy: copy.rank)
+        self.release(lowest)
+        self.given_up.append(lowest)
         return True
 
 

@@ -10,7 +10,14 @@ from kvpolicy.policy.base import (
     PolicyState,
     PricedPolicy,
 )
-from kvpolicy.policy.decision import Decider, decide, feasible_options, probabilities_of, why_no_swap
+from kvpolicy.policy.decision import (
+    Decider,
+    decide,
+    feasible_options,
+    gain_per_block,
+    probabilities_of,
+    why_no_swap,
+)
 from kvpolicy.policy.objective import Objective
 from kvpolicy.policy.spec import COST_MODELS, FORMS, HELP, anchored, load, load_policies, load_policy, needs_engine
 
@@ -31,6 +38,7 @@ __all__ = [
     "anchored",
     "decide",
     "feasible_options",
+    "gain_per_block",
     "load",
     "load_policies",
     "load_policy",

@@ -55,6 +55,18 @@ def _has_room(situation: Preemption) -> bool:
     return situation.held_blocks > 0 and situation.save_blocks <= situation.free_host_blocks
 
 
+def gain_per_block(situation: Preemption, options: Sequence[Option], costs: Sequence[Cost]) -> float | None:
+    """Predicted engine seconds that a swap saves over a recompute, per block of host memory that it is expected to
+    need, at least one; negative where it costs more. None without predictions of both.
+
+    ``costs``: one per option, or none.
+    """
+    predicted = {option.kind: cost.engine_s for option, cost in zip(options, costs, strict=False)}
+    if "swap" not in predicted:
+        return None
+    return (predicted["recompute"] - predicted["swap"]) / max(1.0, situation.save_blocks)
+
+
 def at_resume(
     situation: Preemption,
     total_tokens: int,
@@ -181,6 +193,14 @@ class Decider:
         """The costs by which the policy decides, with what it has learned: one per option, or none at all. Pure."""
         _, costs = self.policy.assess(situation, options, self.state)
         return costs if len(costs) == len(options) else ()
+
+    def gain_per_block(self, situation: Preemption) -> float | None:
+        """What a copy of this victim would gain: see :func:`gain_per_block`. None while a tool pins the option. Pure.
+        """
+        if self._pinned is not None:
+            return None
+        options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
+        return gain_per_block(situation, options, self.predict(situation, options))
 
     def price(self, situation: Preemption, why_no_swap: str = "") -> float | None:
         """Predicted engine seconds of the cheapest feasible option; None for a policy without predictions. Pure."""

@@ -75,6 +75,41 @@ def test_the_shortest_request_is_given_up_where_slots_are_short() -> None:
     assert store.used == 3, "it holds nothing any more"
 
 
+def test_what_saves_the_least_per_slot_is_given_up_however_long_it_is() -> None:
+    store = HostStore(4)
+    dear, cheap = HostCopy(16, gain_per_block=3e-3), HostCopy(32, gain_per_block=1e-3)
+    store.add(cheap, [(None, 1), (None, 2)])
+    store.add(dear, [(None, 3), (None, 4)])
+    gains = [None, 0.5e-3, 2e-3, 4e-3]
+    assert [store.obtainable(20, 2, gain_per_block=lambda gain=gain: gain) for gain in gains] == [0, 0, 2, 4]
+    assert store.obtainable(40, 2, gain_per_block=lambda: 1e-3) == 2, "the longer of two that save as much"
+    newcomer = HostCopy(20, gain_per_block=2e-3)
+    store.add(newcomer, [(None, 5)])
+    assert store.given_up == [cheap] and slots(newcomer) == [0] and slots(dear) == [2, 3]
+
+
+def test_copies_without_a_prediction_are_given_up_first() -> None:
+    store = HostStore(3)
+    loss, unknown = HostCopy(16, gain_per_block=-1e-3), HostCopy(64)
+    store.add(loss, [(None, 1)])
+    store.add(unknown, [(None, 2), (None, 3)])
+    assert store.obtainable(8, 2, gain_per_block=lambda: -2e-3) == 2
+    store.add(HostCopy(8, gain_per_block=-2e-3), [(None, 4)])
+    assert store.given_up == [unknown]
+
+
+def test_a_gain_is_predicted_only_where_slots_are_short() -> None:
+    store, asked = HostStore(2), []
+    store.add(HostCopy(16, gain_per_block=1e-3), [(None, 1)])
+
+    def predicted() -> float:
+        asked.append(1)
+        return 2e-3
+
+    assert store.obtainable(8, 1, gain_per_block=predicted) == 1 and not asked
+    assert store.obtainable(8, 2, gain_per_block=predicted) == 2 and asked
+
+
 def test_a_slot_that_copies_share_is_obtained_by_giving_up_both() -> None:
     store = HostStore(2)
     first, second = HostCopy(10), HostCopy(12)

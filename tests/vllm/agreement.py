@@ -192,6 +192,13 @@ def priced(spec: str, seed: int, count: int = 60) -> Case:
     return replace(case, server=served, policy=PRICED)
 
 
+def short_of_slots(seed: int, count: int = 60) -> Case:
+    """A case of :func:`crowded`, or one of three of :func:`drawn`, with host memory for a few requests and a policy for
+    which the copies of short requests are worth the most."""
+    case = (crowded, drawn)[seed % 2](seed, count)
+    return replace(case, server=replace(case.server, host_blocks=12), policy="python:tests.priced:short_first")
+
+
 def returned_before_newcomers(told: Account) -> set[int]:
     """Requests that ran before others again that were admitted while they were away."""
     first: dict[int, int] = {}

@@ -86,13 +86,20 @@ def test_promtool_takes_the_rules(tmp_path: Path) -> None:
     promtool = tool("promtool")
     subprocess.run([promtool, "check", "rules", str(ALERTS)], check=True, capture_output=True)
     fails = 'vllm:kvpolicy_fallbacks_total{instance="a",reason="error"}'
+    order_fails = {
+        "exp_labels": {"severity": "warning", "instance": "a"},
+        "exp_annotations": {"summary": "Code of the order of service fails on a: requests are served without"},
+    }
     unit = {
         "rule_files": [str(ALERTS.absolute())],
         "evaluation_interval": "1m",
         "tests": [
             {
                 "interval": "1m",
-                "input_series": [{"series": fails, "values": "0 0 0 1 1 1"}],
+                "input_series": [
+                    {"series": fails, "values": "0 0 0 1 1 1"},
+                    {"series": 'vllm:kvpolicy_order_failed_total{instance="a",method="rank"}', "values": "_ _ _ 1x30"},
+                ],
                 "alert_rule_test": [
                     {"eval_time": "1m", "alertname": "KVPolicyDecidingFails", "exp_alerts": []},
                     {
@@ -108,6 +115,9 @@ def test_promtool_takes_the_rules(tmp_path: Path) -> None:
                             }
                         ],
                     },
+                    {"eval_time": "2m", "alertname": "KVPolicyOrderFails", "exp_alerts": []},
+                    {"eval_time": "4m", "alertname": "KVPolicyOrderFails", "exp_alerts": [order_fails]},
+                    {"eval_time": "14m", "alertname": "KVPolicyOrderFails", "exp_alerts": []},
                 ],
             }
         ],

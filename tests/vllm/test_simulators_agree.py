@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.host_store.contents import HostCopy, rank_of
 from kvpolicy.order import load
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement, harness
@@ -36,6 +37,7 @@ from tests.vllm.agreement import (
     ordered,
     priced,
     returned_before_newcomers,
+    short_of_slots,
 )
 from tests.vllm.versions import quick_and_others, source_or_skip
 
@@ -53,6 +55,8 @@ ORDERED = (*range(6), 19, *range(7, 13))
 """Each order once, each kind of case several times."""
 PRICES = ("mlfq:base=4,victims=cheapest", "gittins:quantum=8", "mlfq:base=4,explore=.5,worth=price")
 """Orders under which prices are asked for, or only recorded."""
+SHORT = (0, 1, 2, 3, 4, 7)
+"""With and without prefix caching, with and without asynchronous scheduling; who is given up is another by length."""
 TIED = (200, 212)
 """Orders that learn, over closed loops in which several arrive and several end at the same time."""
 CLASSED = range(5)
@@ -108,6 +112,16 @@ def test_they_agree_on_what_displacing_somebody_would_cost(spec: str, seed: int)
     rows = builtin.rows("displacements")
     assert rows and all(one["price_s"] is not None for row in rows for one in row["candidates"])
     assert {row["absence_tokens"] is None for row in builtin.rows("decisions")} == {False}
+
+
+@pytest.mark.parametrize("seed", SHORT)
+def test_they_agree_on_whose_copy_is_given_up(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it saves, which here is not what the number of its tokens says."""
+    case = short_of_slots(seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    monkeypatch.setattr(HostCopy, "rank", property(lambda copy: rank_of(copy.tokens, None)))
+    assert differences(builtin, account("builtin", case))
 
 
 @pytest.mark.parametrize("seed", range(6))

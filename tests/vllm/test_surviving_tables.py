@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from kvpolicy import trace as traces
+from kvpolicy.survival import PRIOR_TOKENS, Absences
 from tests.vllm import alone, harness
 from tests.vllm.test_same_schedule import BASE
 from tests.vllm.versions import before_tables
@@ -44,15 +46,15 @@ def scheduler_of(model: str, folder: Path, layers: str, blocks: int, policy: str
     return alone.scheduler_for(job | {"prefix_caching": True})
 
 
-def serve(scheduler: Any) -> None:
-    """Requests whose prompts have nothing in common."""
+def serve(scheduler: Any, watched: Callable[[Any], None] = lambda output: None) -> None:
+    """Requests whose prompts have nothing in common. ``watched``: called with what each step scheduled."""
     rng, arriving = random.Random(3), deque[Any]()
     for number in range(REQUESTS):
         prompt = [rng.randrange(1000) for _ in range(rng.randint(20, 300))]
         parameters = SamplingParams(temperature=0.0, max_tokens=rng.randint(5, 200), ignore_eos=True)
         arriving.append(alone.made_request(number, prompt, parameters))
-    for _ in alone.drive(scheduler, arriving, alone.Worker(late=0).execute, False):
-        pass
+    for output in alone.drive(scheduler, arriving, alone.Worker(late=0).execute, False):
+        watched(output)
     scheduler.kvpolicy.close()
 
 
@@ -86,6 +88,29 @@ def test_what_is_findable_at_a_preemption_is_found_whole_or_not_at_all(
     assert near[0].expected == 0.0, "nothing is known of the first one"
     found, expected = sum(one.found for one in near), sum(one.expected for one in near)
     assert 0.7 * found < expected < 1.3 * found, (found, expected)
+
+
+@pytest.mark.feature("several KV cache groups")
+@pytest.mark.parametrize(("layers", "blocks"), [("full-window", 90), ("full-states", 130)])
+def test_absences_are_the_tokens_of_the_steps_between(layers: str, blocks: int, model: str, tmp_path: Path) -> None:
+    """From the step that preempts a request, up to the one that computes it again, as vLLM's own outputs have it."""
+    scheduler, learned, written = scheduler_of(model, tmp_path, layers, blocks, "always-recompute"), Absences(), 0
+    away: dict[str, int] = {}
+    ended: list[int] = []
+
+    def watched(output: Any) -> None:
+        nonlocal written
+        for name in [name for name in output.num_scheduled_tokens if name in away]:
+            ended.append(written - away.pop(name))
+            learned.add(ended[-1], ended=True)
+        away.update(dict.fromkeys(output.preempted_req_ids or (), written))
+        written += output.total_num_scheduled_tokens
+
+    serve(scheduler, watched)
+    assert len(ended) > 30 and not away and len(set(ended)) > 10
+    assert scheduler.kvpolicy.survival.absences["memory"].mean_tokens == pytest.approx(learned.mean_tokens)
+    absences = [row["absence_tokens"] for row in traces.read(tmp_path).rows("decisions")]
+    assert absences[0] == PRIOR_TOKENS and None not in absences and len(set(absences)) > 10
 
 
 @pytest.mark.parametrize(("layers", "blocks"), [("two-full", 150), ("full-window", 90), ("full-states", 130)])

@@ -29,7 +29,9 @@ from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.marks import Grant, MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
-from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending, SurvivalLearner
+from kvpolicy_vllm.plugin.observers import (
+    AbsenceLearner, Identity, MetricsCounter, Observers, Pending, SurvivalLearner,
+)  # fmt: skip
 from kvpolicy_vllm.plugin.prompt_cache import PromptCache
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
 from kvpolicy_vllm.plugin.swaps import Swaps
@@ -101,8 +103,8 @@ class Controller:
         """Save and load by these block tables, and expect of them what survives."""
         self.tables = tables
         if tables is not None:
-            self.survival = AllOrNothing()
-            self.observers.replace(SurvivalLearner, SurvivalLearner(self.survival))
+            self.survival = survival = AllOrNothing()
+            self.observers.replace(SurvivalLearner, AbsenceLearner(survival))
 
     def cache_prompts(self, key_of: Callable[[Any], bytes]) -> PromptCache:
         """Find prompts in host memory; the copies have a caching policy. ``key_of``: see :class:`PromptCache`."""
@@ -407,10 +409,8 @@ class Controller:
         """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""
         scheduler, now = self._scheduler, self.clock()
         try:
-            situation = situation_of(
-                request, scheduler, RunningView(scheduler, request, self.tables), "displaced", self.copies,
-                self.copies.segment_bytes, self.survival, now,
-            )  # fmt: skip
+            view, gain = RunningView(scheduler, request, self.tables), self.decider.gain_per_block
+            situation = situation_of(request, scheduler, view, "displaced", self.copies, self.survival, now, gain)
             situation = as_taken_out(situation)
             refusal = why_not_loadable(request, scheduler, self.copies, now, self.tables)
             return self.decider.price(situation, policies.why_no_swap(situation, refusal))
@@ -431,7 +431,8 @@ class Controller:
             self._running_view = RunningView(self._scheduler, request, self.tables)
         view, scheduler, now = self._running_view, self._scheduler, self.clock()
         survival = None if self._labels else self.survival  # a tool that measures evicts what the victim alone held
-        situation = situation_of(request, scheduler, view, cause, self.copies, self.copies.segment_bytes, survival, now)
+        gain = self.decider.gain_per_block
+        situation = situation_of(request, scheduler, view, cause, self.copies, survival, now, gain)
         refusal = why_not_loadable(request, scheduler, self.copies, now, self.tables)
         decision = self.decider.decide(situation, policies.why_no_swap(situation, refusal))
         identity = Identity(preemption_id, request.request_id, request.num_preemptions, self._belongs_to, self._labels)

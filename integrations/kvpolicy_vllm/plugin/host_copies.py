@@ -137,12 +137,20 @@ class CopyBook:
         return self._queued_blocks[direction] * self.block_bytes
 
     def keep(
-        self, request_id: str, preemption_id: str, tokens: int, contents: Iterable[tuple[Hashable | None, int]]
+        self,
+        request_id: str,
+        preemption_id: str,
+        tokens: int,
+        contents: Iterable[tuple[Hashable | None, int]],
+        gain_per_block: float | None = None,
     ) -> Copy:
         """Keep what a request is about to lose. ``contents``: hash and device block of each of its blocks, in order;
-        without a hash a block is saved at once, for which the caller has checked that slots can be had."""
+        without a hash a block is saved at once, for which the caller has checked that slots can be had.
+        ``gain_per_block``: see :class:`kvpolicy.host_store.HostCopy`."""
         self.forget(request_id)
-        copy = Copy(tokens, self._number(), request_id=request_id, preemption_id=preemption_id)
+        copy = Copy(
+            tokens, self._number(), request_id=request_id, preemption_id=preemption_id, gain_per_block=gain_per_block
+        )
         self._of_request[request_id] = copy
         self.begun.append(copy)
         self._queue_saves(self.pool.add(copy, contents))

@@ -19,7 +19,7 @@ from kvpolicy.events import Cause, Decision, Outcome, Preemption
 from kvpolicy.order import Choice
 from kvpolicy.policy import Policy
 from kvpolicy.policy.decision import HOST_TIER
-from kvpolicy.survival import Survival
+from kvpolicy.survival import AllOrNothing, Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
 
@@ -236,6 +236,17 @@ class SurvivalLearner(Observer):
     def begin_afresh(self) -> bool:
         self._survival.forget()
         return super().begin_afresh()
+
+
+class AbsenceLearner(SurvivalLearner):
+    """The same with several block tables, where absences are learned from the tokens of the steps between."""
+
+    def __init__(self, survival: AllOrNothing) -> None:
+        super().__init__(survival)
+        self._wrote = survival.wrote
+
+    def scheduled(self, step: Step[OpenPreemption], output: Any, scheduler: Any) -> None:
+        self._wrote(output.total_num_scheduled_tokens)
 
 
 # ---- counting ----

@@ -6,7 +6,7 @@ Imports no vLLM: everything is read from the scheduler object.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvpolicy.events import Cause, Preemption
@@ -79,14 +79,15 @@ def situation_of(
     running: RunningView,
     cause: Cause,
     copies: CopyBook,
-    segment_bytes: int,
     survival: Survival | None,
     now: float,
+    gain_per_block: Callable[[Preemption], float | None] = lambda situation: None,
 ) -> Preemption:
     """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view.
 
     ``survival``: None where only the blocks of other requests survive, and all that are not in host memory are saved at
-    once. Of several block tables all that the request needs is saved at once.
+    once. Of several block tables all that the request needs is saved at once. ``gain_per_block``: predicts that of its
+    copy, where host memory is short.
     """
     pool = scheduler.kv_cache_manager.block_pool
     computed, tables = request.num_computed_tokens, running.tables
@@ -115,36 +116,43 @@ def situation_of(
     elif not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
         save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in keyed[int(hit_blocks) :])
         save_blocks = max(0.0, save_blocks)  # a block of which a part is expected to survive may be stored
-    return Preemption(
-        time_s=now,
-        computed_tokens=computed,
-        prompt_tokens=request.num_prompt_tokens,
-        output_tokens=request.num_output_tokens,
-        block_size=size,
-        block_bytes=copies.block_bytes,
-        segment_bytes=segment_bytes,
-        held_blocks=len(held),
-        shared_blocks=shared,
-        hashed_blocks=hashed,
-        hit_blocks=hit_blocks,
-        save_blocks=save_blocks,
-        device_blocks=pool.num_gpu_blocks,
-        free_blocks=free,
-        short_blocks=running.short_blocks(request) if cause == "memory" else 0,
-        host_blocks=copies.pool.total,
-        free_host_blocks=copies.pool.obtainable(computed, save_blocks, (block.block_hash for block in keyed)),
-        running_requests=len(scheduler.running),
-        waiting_requests=max(0, waiting),
-        batch_tokens=running.take_out(request),
-        queued_save_bytes=copies.queued_bytes("save"),
-        queued_load_bytes=copies.queued_bytes("load"),
-        earlier_preemptions=request.num_preemptions,
-        priority=request.priority,
-        cause=cause,
-        absence_tokens=None if survival is None else survival.absence_tokens(cause),
-        hashed_tokens=hashed_tokens,
-        hit_tokens=hit_tokens,
-    )
+    lacking = running.short_blocks(request) if cause == "memory" else 0
+    batch_tokens = running.take_out(request)
+
+    def situation(free_host_blocks: int) -> Preemption:
+        return Preemption(
+            time_s=now,
+            computed_tokens=computed,
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            block_size=size,
+            block_bytes=copies.block_bytes,
+            segment_bytes=copies.segment_bytes,
+            held_blocks=len(held),
+            shared_blocks=shared,
+            hashed_blocks=hashed,
+            hit_blocks=hit_blocks,
+            save_blocks=save_blocks,
+            device_blocks=pool.num_gpu_blocks,
+            free_blocks=free,
+            short_blocks=lacking,
+            host_blocks=copies.pool.total,
+            free_host_blocks=free_host_blocks,
+            running_requests=len(scheduler.running),
+            waiting_requests=max(0, waiting),
+            batch_tokens=batch_tokens,
+            queued_save_bytes=copies.queued_bytes("save"),
+            queued_load_bytes=copies.queued_bytes("load"),
+            earlier_preemptions=request.num_preemptions,
+            priority=request.priority,
+            cause=cause,
+            absence_tokens=None if survival is None else survival.absence_tokens(cause),
+            hashed_tokens=hashed_tokens,
+            hit_tokens=hit_tokens,
+        )
+
+    keys = (block.block_hash for block in keyed)
+    return situation(copies.pool.obtainable(computed, save_blocks, keys, lambda: gain_per_block(situation(0))))
 
 
 def prompt_situation(

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption
+from kvpolicy.policy.decision import gain_per_block
 from kvpolicy_vllm.plugin.block_tables import Position
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook, Settled
 from kvpolicy_vllm.plugin.messages import NO_REQUEST
@@ -35,7 +36,8 @@ class Swaps:
         identity = pending.identity
         self.forget(identity.request_id)
         tokens = pending.situation.computed_tokens
-        copy = self._copies.keep(identity.request_id, identity.preemption_id, tokens, contents)
+        gain = gain_per_block(pending.situation, pending.decision.options, pending.decision.costs)
+        copy = self._copies.keep(identity.request_id, identity.preemption_id, tokens, contents, gain)
         copy.situation, copy.positions = pending.situation, positions
         self.undecided[identity.preemption_id] = pending
 

@@ -63,9 +63,15 @@ class HostPool:
         """Whether the block has to be saved before the device gives it away."""
         return self._store.key_at(block) is not None
 
-    def obtainable(self, tokens: int, wanted: float, blocks: Iterable[KeyedBlock] = ()) -> int:
+    def obtainable(
+        self,
+        tokens: int,
+        wanted: float,
+        blocks: Iterable[KeyedBlock] = (),
+        gain_per_block: Callable[[], float | None] = lambda: None,
+    ) -> int:
         """See :meth:`kvpolicy.host_store.HostStore.obtainable`. ``blocks``: those of the copy that have keys."""
-        return self._store.obtainable(tokens, wanted, (block.key for block in blocks))
+        return self._store.obtainable(tokens, wanted, (block.key for block in blocks), gain_per_block)
 
     def stored(self, blocks: Iterable[KeyedBlock]) -> int:
         """How many of these blocks' contents are in host memory."""
@@ -75,10 +81,14 @@ class HostPool:
         """Bytes of copies that are under way or not yet sent to the worker."""
         return self._queued_blocks[direction] * self._block_bytes
 
-    def keep(self, live: LiveRequest, account: Account, contents: Contents) -> Copy:
+    def keep(
+        self, live: LiveRequest, account: Account, contents: Contents, gain_per_block: float | None = None
+    ) -> Copy:
         """Keep what the request is about to lose. The caller has checked that enough slots can be had."""
         self.forget(live)
-        copy = live.copy = Copy(account.tokens, self._number(), live=live, account=account)
+        copy = live.copy = Copy(
+            account.tokens, self._number(), gain_per_block=gain_per_block, live=live, account=account
+        )
         self._begun.append((copy, account))
         self._queue_saves(self._store.add(copy, contents))
         return copy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kvpolicy import policy as policies
@@ -49,7 +49,7 @@ class Preemptions:
         """Decide for a request that has left the running list and still holds its blocks; queue a save for a swap."""
         self._count += 1
         preemption_id = f"{self._trace_writer.core}-{self._count}"
-        situation = situation_of(live, scheduler, copies, self._server, self.survival, now_s, cause)
+        situation = self._situation_of(live, scheduler, copies, now_s, cause)
         decision = self._decider.decide(situation, policies.why_no_swap(situation))
         if self._on_decision is not None:
             self._on_decision(decision)
@@ -69,7 +69,8 @@ class Preemptions:
         )
         if option.kind == "swap":
             self.forget(live, copies)
-            copies.keep(live, account, scheduler.pool.contents(live, situation.held_blocks))
+            gain = policies.gain_per_block(situation, decision.options, decision.costs)
+            copies.keep(live, account, scheduler.pool.contents(live, situation.held_blocks), gain)
         else:
             self._settle(account)
         self.survival.preempted(preemption_id, situation)
@@ -79,9 +80,14 @@ class Preemptions:
 
     def price(self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, now_s: float) -> float | None:
         """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""
-        situation = situation_of(live, scheduler, copies, self._server, self.survival, now_s, "displaced")
-        situation = as_taken_out(situation)
+        situation = as_taken_out(self._situation_of(live, scheduler, copies, now_s, "displaced"))
         return self._decider.price(situation, policies.why_no_swap(situation))
+
+    def _situation_of(
+        self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, now_s: float, cause: Cause
+    ) -> Preemption:
+        gain = self._decider.gain_per_block
+        return situation_of(live, scheduler, copies, self._server, self.survival, now_s, cause, gain)
 
     def _settle(self, account: Account) -> None:
         """Count and record the decision, once what is executed is final."""
@@ -217,15 +223,19 @@ def situation_of(
     survival: Survival,
     now_s: float,
     cause: Cause = "memory",
+    gain_per_block: Callable[[Preemption], float | None] = lambda situation: None,
 ) -> Preemption:
-    """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
+    """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests).
+
+    ``gain_per_block``: predicts that of its copy, where host memory is short.
+    """
     size = server.block_size
     held = -(-live.computed // size)
     shared, hashed = scheduler.pool.shared(live, held), min(live.cached, live.computed // size)
     hit_blocks = survival.hit_blocks(held, shared, hashed, scheduler.pool.free, size, cause)
     save_blocks = max(0.0, held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : hashed]))
     lacking = short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free)
-    return Preemption(
+    situation = Preemption(
         time_s=now_s,
         computed_tokens=live.computed,
         prompt_tokens=live.request.prompt_tokens,
@@ -242,7 +252,7 @@ def situation_of(
         free_blocks=scheduler.pool.free,
         short_blocks=lacking if cause == "memory" else 0,
         host_blocks=copies.total,
-        free_host_blocks=copies.obtainable(live.computed, save_blocks, live.keyed_blocks[:hashed]),
+        free_host_blocks=0,
         running_requests=len(scheduler.running),
         waiting_requests=scheduler.waiting_requests,
         batch_tokens=sum(other.computed for other in scheduler.running),
@@ -253,6 +263,9 @@ def situation_of(
         cause=cause,
         absence_tokens=survival.absence_tokens(cause),
     )
+    keyed = live.keyed_blocks[:hashed]
+    free = copies.obtainable(live.computed, save_blocks, keyed, lambda: gain_per_block(situation))
+    return replace(situation, free_host_blocks=free)
 
 
 def hit_situation(
