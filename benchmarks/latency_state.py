@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
-from scheduler_alone import BLOCK, BLOCK_BYTES, LAYERS, make_scheduler
+from scheduler_alone import BLOCK, BLOCK_BYTES, make_scheduler
 from vllm import SamplingParams
 from vllm.v1.request import Request
 

@@ -195,8 +195,7 @@ class Decider:
         return costs if len(costs) == len(options) else ()
 
     def gain_per_block(self, situation: Preemption) -> float | None:
-        """What a copy of this victim would gain: see :func:`gain_per_block`. None while a tool pins the option. Pure.
-        """
+        """What a copy of this victim gains: see :func:`gain_per_block`. None while a tool pins the option. Pure."""
         if self._pinned is not None:
             return None
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)

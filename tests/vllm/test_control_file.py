@@ -90,7 +90,6 @@ def test_switched_under_load(model: str, tmp_path: Path) -> None:
                 assert answers == alone * (len(asked) // CLIENTS), f"another text under {text!r}"
                 told = by_label(base, "cost_model") | by_label(base, "order")
                 assert {name: told[name] for name in wanted} == wanted and metrics(base)["shadow"] == shadow
-        before = metrics(base)
         write(control, "always-swop")
         wait_until(lambda: "always-swop" in log.read_text(), lambda: "what is wrong is not said")
         assert text_of(complete(base, 0)) == alone[0]

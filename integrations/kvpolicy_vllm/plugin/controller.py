@@ -29,9 +29,7 @@ from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.marks import Grant, MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
-from kvpolicy_vllm.plugin.observers import (
-    AbsenceLearner, Identity, MetricsCounter, Observers, Pending, SurvivalLearner,
-)  # fmt: skip
+from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending, SurvivalLearner
 from kvpolicy_vllm.plugin.prompt_cache import PromptCache
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
 from kvpolicy_vllm.plugin.swaps import Swaps
@@ -103,8 +101,8 @@ class Controller:
         """Save and load by these block tables, and expect of them what survives."""
         self.tables = tables
         if tables is not None:
-            self.survival = survival = AllOrNothing()
-            self.observers.replace(SurvivalLearner, AbsenceLearner(survival))
+            self.survival = AllOrNothing()
+            self.observers.replace(SurvivalLearner, SurvivalLearner.of(self.survival))
 
     def cache_prompts(self, key_of: Callable[[Any], bytes]) -> PromptCache:
         """Find prompts in host memory; the copies have a caching policy. ``key_of``: see :class:`PromptCache`."""

@@ -224,6 +224,10 @@ class SurvivalLearner(Observer):
     def __init__(self, survival: Survival) -> None:
         self._survival = survival
 
+    @staticmethod
+    def of(survival: Survival) -> SurvivalLearner:
+        return AbsenceLearner(survival) if isinstance(survival, AllOrNothing) else SurvivalLearner(survival)
+
     def decided(self, pending: Pending) -> None:
         self._survival.preempted(pending.identity.preemption_id, pending.situation)
 
