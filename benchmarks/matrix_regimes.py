@@ -21,11 +21,13 @@ beside the output tokens per second (of two classes, the batch's in its steady p
 p / d) is that of the runs of stock vLLM, in share of its throughput. What the learned policy took of it is its gain in
 throughput, where requests come as fast as they can be served or faster; else throughput is that of the arrivals.
 
-The verdict goes by rules that were set before the first run:
+The verdict goes by rules:
 
-    on      the headline or tokens/s is better by 1% or more beyond its interval, and neither worse by 1% beyond it
-    order   the same of the order with the learned policy, with 5% of the headline
-    as good a rival whose headline and tokens/s are at most 1% behind
+    on         the headline or tokens/s is better by 1% or more beyond its interval, and neither worse by 1% beyond it
+    order      the same of the order with the learned policy, with 5% of the headline
+    undecided  the means are so, but their intervals, over so few seeds, do not tell
+    do not     else
+    as good    a rival whose headline and tokens/s are at most 1% behind
 
 Virtual time: the figures are the same in every run.
 """
@@ -72,6 +74,7 @@ CAPACITY_LOAD = 1.0
 Runs = Mapping[Arm, Sequence[Result]]
 Figure = Callable[[Result], float]
 ON, ORDER, BOTH, NOT = "on", "only with an order", "on, more with an order", "do not"
+MAYBE_ON, MAYBE_ORDER = "undecided", "undecided, with an order"
 
 
 def headline_of(kind: str) -> tuple[str, Figure]:
@@ -115,7 +118,12 @@ class Figures:
     def gains(self, least: float) -> bool:
         """Beyond its interval, with nothing lost beyond another."""
         better = _below(self.headline, 1 - least) or _above(self.rate, 1 + MIN_GAIN)
-        return better and not (_worse(self.headline.value, self.headline.low) or _slower(self.rate))
+        return better and not (_worse(self.headline) or _slower(self.rate))
+
+    def may_gain(self, least: float) -> bool:
+        """Whether the means are better, and neither is worse."""
+        better = self.headline.value <= 1 - least or self.rate.value >= 1 + MIN_GAIN
+        return better and self.headline.value < 1 + MIN_GAIN and self.rate.value > 1 - MIN_GAIN
 
     def as_good_as(self, other: Figures) -> bool:
         behind = self.headline.value / other.headline.value - 1
@@ -133,12 +141,12 @@ def _above(ratio: Ratio, limit: float) -> bool:
     return ratio.low is not None and ratio.low > 1 and ratio.value >= limit
 
 
-def _worse(value: float, low: float | None) -> bool:
-    return low is not None and low > 1 and value >= 1 + MIN_GAIN
+def _worse(headline: Ratio) -> bool:
+    return _above(headline, 1 + MIN_GAIN)
 
 
-def _slower(ratio: Ratio) -> bool:
-    return ratio.high is not None and ratio.high < 1 and ratio.value <= 1 - MIN_GAIN
+def _slower(rate: Ratio) -> bool:
+    return _below(rate, 1 - MIN_GAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +238,21 @@ def figures_of(regime: Regime, arm: Arm, runs: Runs) -> Figures:
 
 
 def verdict_of(arms: Mapping[str, Figures]) -> str:
-    on = arms[LEARNED].gains(MIN_GAIN)
-    order = arms[ORDERED]
-    ordered = order.gains(MIN_ORDER_GAIN) and order.headline.value < arms[LEARNED].headline.value - MIN_ORDER_GAIN
-    return BOTH if on and ordered else ON if on else ORDER if ordered else NOT
+    learned, order = arms[LEARNED], arms[ORDERED]
+    adds = order.headline.value < learned.headline.value - MIN_ORDER_GAIN
+    on, ordered = learned.gains(MIN_GAIN), adds and order.gains(MIN_ORDER_GAIN)
+    if on or ordered:
+        return BOTH if on and ordered else ON if on else ORDER
+    if learned.may_gain(MIN_GAIN):
+        return MAYBE_ON
+    return MAYBE_ORDER if adds and order.may_gain(MIN_ORDER_GAIN) else NOT
 
 
 def as_good(arms: Mapping[str, Figures], verdict: str) -> tuple[str, ...]:
-    """Rivals of what is recommended: with an order, the same order with a fixed action."""
+    """Rivals of the arm that the verdict is about: with an order, the same order with a fixed action, too."""
     if verdict == NOT:
         return ()
-    ordered = verdict in (ORDER, BOTH)
-    ours = arms[ORDERED if ordered else LEARNED]
+    ours = arms[ORDERED if verdict in (ORDER, BOTH, MAYBE_ORDER) else LEARNED]
     rivals = [name for name in arms if name not in (LEARNED, ORDERED)]
     return tuple(name for name in rivals if arms[name].as_good_as(ours))
 
@@ -388,9 +399,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--load", type=float, choices=LOADS, action="append", help="only that; 0: all at once")
     parser.add_argument("--caching", choices=("on", "off"), help="only with prefix caching on, or off")
     parser.add_argument("--shape", choices=SHAPES_SHOWN, action="append", help="only that one")
-    parser.add_argument("--requests", type=int, default=400, help="of a run of one class")
+    parser.add_argument("--requests", type=int, default=300, help="of a run of one class")
     add_arguments(parser)
-    parser.set_defaults(seeds=4, jobs=0)
+    parser.set_defaults(seeds=3, jobs=0)
     options = parser.parse_args(arguments)
     for name, least in (("seeds", 2), ("requests", 16)):
         if getattr(options, name) < least:
