@@ -111,7 +111,7 @@ class Figures:
     arm: Arm
     headline: Ratio
     rate: Ratio
-    more: Mapping[str, float]
+    more: Mapping[str, Ratio]
     longest_pause_s: float
     preemptions: float
 
@@ -130,7 +130,7 @@ class Figures:
         return behind <= AS_GOOD and self.rate.value >= other.rate.value * (1 - AS_GOOD)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"arm": self.arm.text(), "more": dict(self.more)}
+        return asdict(self) | {"arm": self.arm.text()}
 
 
 def _below(ratio: Ratio, limit: float) -> bool:
@@ -231,7 +231,7 @@ def figures_of(regime: Regime, arm: Arm, runs: Runs) -> Figures:
 
     return Figures(
         arm, over(headline_of(regime.kind)[1]), over(rate_of(regime.kind)),
-        {name: over(take).value for name, take in more_of(regime.kind).items()},
+        {name: over(take) for name, take in more_of(regime.kind).items()},
         max(float(one["longest_pause_s"] or 0.0) for one in results),
         fmean(sum(one["preemptions"].values()) for one in results),
     )  # fmt: skip
@@ -336,7 +336,7 @@ def lines_of(row: Row) -> list[str]:
     head = f"{row.regime.text()}; {row.simulator}; bound {row.bound:.2%}; {row.verdict}"
     return [head] + [
         f"  {one.arm.text():48} {headline_of(row.regime.kind)[0]} {one.headline.text()}, tokens/s {one.rate.text()}, "
-        + ", ".join(f"{name} {value:.3g}" for name, value in one.more.items())
+        + ", ".join(f"{name} {ratio.value:.3g}" for name, ratio in one.more.items())
         + f", longest pause {one.longest_pause_s:.0f} s"
         for one in row.arms.values()
     ]
