@@ -170,7 +170,8 @@ def drawn(regime: Regime, seed: int) -> list[Request]:
         return list(rollouts(regime.requests, seed))
     if regime.machine == CPU:
         return list(small_requests(regime.requests, seed))
-    long = _lengths("deepseek-r1", regime.requests, seed)
+    context = WINDOW_CONTEXT if regime.shape == WINDOWS else CONTEXT_TOKENS
+    long = _lengths("deepseek-r1", regime.requests, seed, context)
     if regime.kind != TWO:
         return long
     urgent = _lengths("azure-conversation-2023", URGENT_PER_BATCH * regime.requests, seed)
@@ -179,8 +180,8 @@ def drawn(regime: Regime, seed: int) -> list[Request]:
     ]
 
 
-def _lengths(name: str, requests: int, seed: int) -> list[Request]:
-    source = open_workload(f"{name}?n={requests}&rate=1&context={CONTEXT_TOKENS}&seed={seed}")
+def _lengths(name: str, requests: int, seed: int, context: int = CONTEXT_TOKENS) -> list[Request]:
+    source = open_workload(f"{name}?n={requests}&rate=1&context={context}&seed={seed}")
     return [replace(request, arrival_s=0.0) for request in source]
 
 
@@ -207,11 +208,12 @@ def regime(
     blocks = {TWO: TWO_BLOCKS, DECODES: DECODE_BLOCKS}.get(kind, CPU_BLOCKS if machine == CPU else GPU_BLOCKS)
     count = {TWO: requests // 4, DECODES: 5 * requests // 8, ROLLOUTS: 5 * requests // 8}.get(kind, requests)
     if shape == WINDOWS:
-        blocks, count = WINDOW_BLOCKS, requests // 4
+        blocks, count = WINDOW_BLOCKS, requests // 6
     return Regime(machine, kind, load, caching, shape, kv_blocks or blocks, max(4, count))
 
 
-WINDOW_BLOCKS = 1_400
+WINDOW_BLOCKS, WINDOW_CONTEXT = 1_400, 8192
+"""vLLM asks for blocks of all groups for the longest request."""
 
 
 def default_design(requests: int = 300) -> list[Regime]:
@@ -225,10 +227,10 @@ def default_design(requests: int = 300) -> list[Regime]:
         at(load=AT_ONCE), at(caching=False), at(load=0.9), at(load=0.7),
         at(kind=TWO, load=0.9), at(kind=TWO, load=0.7), at(kind=ROLLOUTS, load=AT_ONCE),
         at(kind=ROLLOUTS, load=AT_ONCE, caching=False), at(kind=DECODES, load=AT_ONCE), at("H20", DECODES, AT_ONCE),
-        at(shape=LATENT), at("A100-SXM-80GB"), at("L40S"), at(shape=WINDOWS),
+        at(shape=LATENT), at("A100-SXM-80GB"), at("L40S"), at(load=AT_ONCE, shape=WINDOWS),
         regime("H20", requests=3 * requests // 2, kv_blocks=LARGE_BLOCKS, load=AT_ONCE),
         at("H20", ROLLOUTS, AT_ONCE), at(kind=TWO, load=AT_ONCE), at("H20", TWO), at(kind=TWO, caching=False),
-        at("H20", load=0.9), at("H20", shape=WINDOWS), at(kind=DECODES, load=AT_ONCE, caching=False),
+        at("H20", load=0.9), at("H20", load=AT_ONCE, shape=WINDOWS), at(kind=DECODES, load=AT_ONCE, caching=False),
         at("H20", shape=LATENT, caching=False),
     ]  # fmt: skip
 
