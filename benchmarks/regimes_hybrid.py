@@ -55,9 +55,9 @@ def installed() -> bool:
 def arms(regime: Regime) -> list[Arm]:
     """Fewer than elsewhere: a run of vLLM's own scheduler takes longer."""
     stock, order = regime.stock, regime.order
-    marked = [replace(stock, watermark=share) for share in (0.01, 0.05)]
+    marked = [replace(stock, watermark=0.05)]
     hows = (WHOLE, DENSE, "threshold:2048", "swap", "learned")
-    return [stock, *marked, *(replace(stock, how=how) for how in hows), Arm(order), Arm(order, "learned")]
+    return [stock, *marked, *(replace(stock, how=how) for how in hows), Arm(order, "learned")]
 
 
 @dataclass(frozen=True, slots=True)
