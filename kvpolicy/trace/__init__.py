@@ -11,10 +11,10 @@ from kvpolicy.trace.rows import (
     window_row,
 )
 from kvpolicy.trace.schemas import SCHEMA_VERSION, SCHEMAS
+from kvpolicy.trace.header import Header
+from kvpolicy.trace.parts import TraceError
 from kvpolicy.trace.table import (
-    Header,
     Trace,
-    TraceError,
     core_folders,
     from_rows,
     iter_parts,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -33,6 +34,7 @@ from kvpolicy.trace import (
     transfer_row,
     write_part,
 )
+from kvpolicy.trace.upkeep import MERGED_PARTS, Size, Upkeep, hold_header
 from kvpolicy_vllm.plugin.host_copies import Settled
 from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
 from kvpolicy_vllm.plugin.step_parts import fill_parts
@@ -223,9 +225,16 @@ class TraceWriter:
         max_waiting: int = 100_000,
         close_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        upkeep: Upkeep | None = None,
     ) -> None:
+        """``upkeep``: merges the parts and holds the trace to its limits; None: parts stay as they were written."""
         self.core = core
         self.dropped = 0
+        self.size: Size | None = None
+        """What the trace takes on disk; None before it was looked at, and without upkeep."""
+        self._upkeep = upkeep
+        self._unkept_parts = 0
+        self._held_header: int | None = None
         self._header = header
         self._part_rows = part_rows
         self._part_s = part_s
@@ -235,7 +244,7 @@ class TraceWriter:
         self._waiting: dict[str, deque[Row]] = {name: deque() for name in SCHEMAS}
         self._parts = dict.fromkeys(SCHEMAS, 0)
         self._has_header = False
-        self._complained = False
+        self._complained = self._complained_of_upkeep = False
         self._writing = threading.Lock()
         self._writing_rows = 0
         """Number of rows that are off the queue but not yet on disk."""
@@ -290,7 +299,26 @@ class TraceWriter:
             if due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
                 last_write_s, requested = self._clock(), False
                 self.flush()
+                self.keep_up()
         self.flush()  # in this thread, not in close(): a disk that hangs must not block the caller
+        if self._held_header is not None:
+            os.close(self._held_header)
+
+    def keep_up(self) -> None:
+        """Merge small parts, and remove the oldest, once enough were written since."""
+        if self._upkeep is None or self._unkept_parts < MERGED_PARTS:
+            return
+        self._unkept_parts = 0
+        try:
+            try:
+                self._upkeep.merge()
+            finally:
+                self.size = self._upkeep.retain()
+        # As in _write: a trace that cannot be merged is written on.
+        except Exception as error:  # noqa: BLE001
+            if not self._complained_of_upkeep:
+                self._complained_of_upkeep = True
+                logger.warning("kvpolicy: trace %s cannot be merged or cut: %s", self.core, error)
 
     def _write(self, name: str) -> None:
         waiting = self._waiting[name]
@@ -302,8 +330,11 @@ class TraceWriter:
                 self._has_header = True
             elif not (self.core / "header.json").exists():
                 raise FileNotFoundError(f"{self.core} was removed while it was recorded into")
+            if self._held_header is None and self._upkeep is not None:
+                self._held_header = hold_header(self.core)
             write_part(self.core, name, self._parts[name], from_rows(name, rows))
             self._parts[name] += 1
+            self._unkept_parts += 1
         # The thread must survive any error: a full disk may have space again later. Dropped rows are counted.
         except Exception as error:  # noqa: BLE001
             self.dropped += len(rows)
