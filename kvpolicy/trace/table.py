@@ -70,6 +70,19 @@ class Trace:
         rows: list[dict[str, Any]] = (table if columns is None else table.select(list(columns))).to_pylist()
         return rows
 
+    def step_weights(self) -> pa.ChunkedArray:
+        """How many steps each row of ``steps`` stands for: 1, or more where a server recorded a share of them."""
+        return weights_of(self.table("steps"))
+
+    def refuse_sampled(self, what: str) -> None:
+        """Raise TraceError where only a share of the steps was recorded. ``what`` needs all of them."""
+        steps = self.table("steps")
+        if "weight" in steps.column_names and (pc.max(self.step_weights()).as_py() or 1) > 1:
+            raise TraceError(
+                f"table steps: {what} needs every step, and the server recorded a share of them (--trace-steps): record "
+                "with --trace-steps 1"
+            )
+
     def digest(self) -> str:
         """SHA-256 over headers and tables, independent of the split into part files."""
         state = hashlib.sha256()
@@ -98,6 +111,20 @@ class Trace:
                 core_table = table.filter(pc.equal(table["core"], core)).drop_columns(["core"])
                 if core_table.num_rows:
                     write_part(folder / core, name, 0, core_table)
+
+
+def weights_of(steps: pa.Table) -> pa.ChunkedArray:
+    """How many steps each row stands for."""
+    if "weight" in steps.column_names:
+        return pc.fill_null(steps["weight"], 1.0)
+    return pa.chunked_array([pa.repeat(pa.scalar(1.0), steps.num_rows)])
+
+
+def left_out_before(steps: pa.Table) -> pa.ChunkedArray:
+    """How many steps right before each row were left out."""
+    if "left_out" in steps.column_names:
+        return pc.fill_null(steps["left_out"], 0)
+    return pa.chunked_array([pa.repeat(pa.scalar(0, pa.int64()), steps.num_rows)])
 
 
 def with_core(table: pa.Table, core: str) -> pa.Table:

@@ -121,6 +121,8 @@ def merge(core: Path, name: str, run: Sequence[Part]) -> Path | None:
                     writer.write_table(table, row_group_size=GROUP_ROWS)
             out.flush()
             os.fsync(out.fileno())
+        newest = max(part.path.stat().st_mtime_ns for part in run)  # a file is as old as its newest row
+        os.utime(scratch, ns=(newest, newest))
         scratch.replace(path)
     except BaseException:
         scratch.unlink(missing_ok=True)
