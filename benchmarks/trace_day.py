@@ -36,7 +36,9 @@ OPTIONS = (Option("recompute"), Option("swap", tier="host"))
 class Server:
     """Draws the rows of a server with one overflow every ``1 / preemptions_per_s`` seconds on average."""
 
-    def __init__(self, writer: TraceWriter, core: str, preemptions_per_s: float, steps_per_s: float, share: float) -> None:
+    def __init__(
+        self, writer: TraceWriter, core: str, preemptions_per_s: float, steps_per_s: float, share: float
+    ) -> None:
         self._rng = random.Random(0)
         self._model = load_cost_model(MODEL)
         self._model.warm()
@@ -64,7 +66,8 @@ class Server:
         row = {
             "step": self._number, "start_s": self._now, "duration_s": duration_s, "device_s": None,
             "scheduled_tokens": decodes + tokens, "scheduled_requests": decodes + len(repeated),
-            "decode_requests": decodes, "kv_read_tokens": decodes * rng.randint(800, 900), "chunk_context": tokens * 700,
+            "decode_requests": decodes, "kv_read_tokens": decodes * rng.randint(800, 900),
+            "chunk_context": tokens * 700,
             "running_requests": decodes + len(repeated), "waiting_requests": rng.randint(0, 40),
             "used_blocks": 27_000 - rng.randint(0, 30), "recomputed_tokens": tokens, "preemptions": victims,
             "saves": saves, "loads": saves, "repeated": repeated,
@@ -117,18 +120,32 @@ class Server:
         self._writer.add(
             "decisions",
             decision_row(
-                situation, decision, preemption_id=name, decision_id=f"{name}-0", request=request,
-                generation=self._preemptions % 2 + 1, step=self._number, overflow_id=f"{self._core}-{self._number}",
-            ),  # fmt: skip
+                situation,
+                decision,
+                preemption_id=name,
+                decision_id=f"{name}-0",
+                request=request,
+                generation=self._preemptions % 2 + 1,
+                step=self._number,
+                overflow_id=f"{self._core}-{self._number}",
+            ),
         )
         delay_s = 0.2 + rng.random()
         self._writer.add(
             "outcomes",
             outcome_row(
                 Outcome(
-                    name, "resumed", now + delay_s, delay_s, delay_s * rng.random(), 0, tokens if swap else 0,
-                    0 if swap else tokens, self._number, self._number + rng.randint(5, 30),
-                )  # fmt: skip
+                    name,
+                    "resumed",
+                    now + delay_s,
+                    delay_s,
+                    delay_s * rng.random(),
+                    0,
+                    tokens if swap else 0,
+                    0 if swap else tokens,
+                    self._number,
+                    self._number + rng.randint(5, 30),
+                )
             ),
         )
         if self._preemptions % 2:
@@ -152,10 +169,17 @@ class Server:
         self._writer.add(
             "requests",
             request_row(
-                request=request, arrival_s=first_s - self._rng.random(), first_token_s=first_s,
-                last_token_s=self._now + self._rng.random(), prompt_tokens=tokens // 2, output_tokens=tokens,
-                preemptions=2, recomputed_tokens=tokens, loaded_tokens=tokens, finish="stop",
-            ),  # fmt: skip
+                request=request,
+                arrival_s=first_s - self._rng.random(),
+                first_token_s=first_s,
+                last_token_s=self._now + self._rng.random(),
+                prompt_tokens=tokens // 2,
+                output_tokens=tokens,
+                preemptions=2,
+                recomputed_tokens=tokens,
+                loaded_tokens=tokens,
+                finish="stop",
+            ),
         )
 
 

@@ -68,7 +68,9 @@ class ServerSettings:
     trace_gib: float | None = option(
         "Size of the trace's folder, GiB, above which its oldest part files are removed.", DEFAULT_TRACE_GIB, POSITIVE
     )
-    trace_days: float | None = option("Age, days, from which its part files are removed. Default: no limit.", None, POSITIVE)
+    trace_days: float | None = option(
+        "Age, days, from which its part files are removed. Default: no limit.", None, POSITIVE
+    )
     trace_steps: float = option(
         "Share of the steps recorded that no preemption touched; those that one touched always are.", 1.0, SHARE
     )

@@ -1,5 +1,7 @@
 """Traces: what an engine or a simulator did, as a folder of tables. Entry point for reading and writing them."""
 
+from kvpolicy.trace.header import Header
+from kvpolicy.trace.parts import TraceError
 from kvpolicy.trace.rows import (
     Row,
     decision_row,
@@ -11,8 +13,6 @@ from kvpolicy.trace.rows import (
     window_row,
 )
 from kvpolicy.trace.schemas import SCHEMA_VERSION, SCHEMAS
-from kvpolicy.trace.header import Header
-from kvpolicy.trace.parts import TraceError
 from kvpolicy.trace.table import (
     Trace,
     core_folders,

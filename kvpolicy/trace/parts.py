@@ -172,7 +172,7 @@ def opened(path: Path, columns: Sequence[str] | None = None) -> pq.ParquetFile:
         raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
     if bytes_of <= MAX_PART_BYTES and texts:
         try:
-            bytes_of += sum(_text_bytes(path, name, MAX_PART_BYTES - bytes_of) for name in texts)
+            bytes_of += sum(_text_bytes(path, text, MAX_PART_BYTES - bytes_of) for text in texts)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
     if bytes_of > MAX_PART_BYTES:
@@ -183,10 +183,21 @@ def opened(path: Path, columns: Sequence[str] | None = None) -> pq.ParquetFile:
     return file
 
 
-def _sizes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tuple[int, list[str]]:
-    """Bytes of the values in memory as far as the footer tells, and paths of texts of which it does not."""
+@dataclass(slots=True)
+class _Texts:
+    """A column of texts of which the footer does not tell the size: a short one may stand for many long ones."""
+
+    path: str
+    bound: int = 0
+    largest: int = 0
+    """Bytes of its largest row group as it is stored, so of a single text at most."""
+    in_dictionary: bool = True
+
+
+def _sizes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tuple[int, list[_Texts]]:
+    """Bytes of the values in memory as far as the footer tells, and the columns of which it does not."""
     total = 0
-    bounds: dict[str, int] = {}
+    found: dict[str, _Texts] = {}
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         for index in range(row_group.num_columns):
@@ -195,16 +206,23 @@ def _sizes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tuple[in
                 continue
             total += max(0, column.num_values) * 8 + max(0, column.total_uncompressed_size)
             if column.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"):
-                bound = max(0, column.num_values) * max(0, column.total_uncompressed_size)
-                bounds[column.path_in_schema] = bounds.get(column.path_in_schema, 0) + bound
-    return total, [path for path, bound in bounds.items() if bound > MAX_SURE_BYTES]
+                texts = found.setdefault(column.path_in_schema, _Texts(column.path_in_schema))
+                texts.bound += max(0, column.num_values) * max(0, column.total_uncompressed_size)
+                texts.largest = max(texts.largest, column.total_uncompressed_size)
+                texts.in_dictionary &= column.has_dictionary_page
+    return total, [texts for texts in found.values() if texts.bound > MAX_SURE_BYTES]
 
 
-def _text_bytes(path: Path, column: str, limit: int) -> int:
-    """Bytes of a column's texts, each as often as it is there; read as distinct texts and their numbers."""
+def _text_bytes(path: Path, texts: _Texts, limit: int) -> int:
+    """Bytes of a column's texts, each as often as it is there; read as distinct texts and their numbers where they are
+    stored so, or else a few at a time."""
     total = 0
-    file = pq.ParquetFile(path, read_dictionary=[column])
-    for batch in file.iter_batches(batch_size=1 << 16, columns=[column]):
+    nested = "." in texts.path
+    if texts.in_dictionary and not nested:
+        file, rows = pq.ParquetFile(path, read_dictionary=[texts.path]), 1 << 16
+    else:
+        file, rows = pq.ParquetFile(path), max(16, min(1 << 16, MAX_SURE_BYTES // max(1, texts.largest)))
+    for batch in file.iter_batches(batch_size=rows, columns=[texts.path]):
         total += sum(_lengths(array) for array in batch.columns)
         if total > limit:
             break

@@ -50,6 +50,7 @@ from kvpolicy.trace.schemas import (
     SCHEMAS,
 )
 
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Tables of one or several engine cores, in memory. Each table has a column ``core`` in addition to its schema."""
@@ -79,8 +80,8 @@ class Trace:
         steps = self.table("steps")
         if "weight" in steps.column_names and (pc.max(self.step_weights()).as_py() or 1) > 1:
             raise TraceError(
-                f"table steps: {what} needs every step, and the server recorded a share of them (--trace-steps): record "
-                "with --trace-steps 1"
+                f"table steps: {what} needs every step, and the server recorded a share of them: record with "
+                "--trace-steps 1"
             )
 
     def digest(self) -> str:

@@ -77,8 +77,7 @@ def compact(folder: Path | str) -> tuple[Size, Size]:
         with locked(core):
             for name in SCHEMAS:
                 _remove(covered(all_parts(core / name)))
-                parts = [part for part in parts_of(core / name)]
-                for run in _runs(parts):
+                for run in list(_runs(parts_of(core / name))):
                     merge(core, name, run)
     return before, size(cores[0].parent)
 
@@ -139,7 +138,9 @@ def _grouped(run: Sequence[Part], files: Sequence[pq.ParquetFile], schema: pa.Sc
     for part, file in zip(run, files, strict=True):
         try:
             for batch in file.iter_batches(batch_size=GROUP_ROWS):
-                table = pa.concat_tables([schema.empty_table(), pa.Table.from_batches([batch])], promote_options="default")
+                table = pa.concat_tables(
+                    [schema.empty_table(), pa.Table.from_batches([batch])], promote_options="default"
+                )
                 waiting.append(table.select(schema.names))
                 rows += batch.num_rows
                 if rows >= GROUP_ROWS:
@@ -264,7 +265,9 @@ class Upkeep:
 def _cores(folder: Path) -> list[Path]:
     """Folders of engine cores; links are none."""
     return sorted(
-        header.parent for header in folder.glob("*/header.json") if not (header.is_symlink() or header.parent.is_symlink())
+        header.parent
+        for header in folder.glob("*/header.json")
+        if not (header.is_symlink() or header.parent.is_symlink())
     )
 
 

@@ -33,7 +33,7 @@ class _Held:
 
 
 class StepSampler:
-    """``share``: probability of a quiet step; ``seed``: of the draws; ``emit`` takes the rows that are kept, in order."""
+    """``share``: probability of a quiet step; ``seed``: of the draws; ``emit`` takes the rows kept, in order."""
 
     def __init__(self, share: float, seed: int, emit: Callable[[Row], None]) -> None:
         self._share = share
