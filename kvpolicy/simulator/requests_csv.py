@@ -103,9 +103,14 @@ def _marks(file: Path, table: pa.Table) -> list[dict[str, Any]]:
     return marks
 
 
+MAX_CSV_BYTES = 1 << 30
+
+
 def _table(file: Path) -> pa.Table:
     as_text = pyarrow.csv.ConvertOptions(column_types={CLASS: pa.string()})
     try:
+        if file.stat().st_size > MAX_CSV_BYTES:
+            raise RequestsError(f"{file}: is larger than {MAX_CSV_BYTES:,} bytes, which is the most that is read")
         table = pyarrow.csv.read_csv(file, convert_options=as_text)
     except (pa.ArrowException, OSError) as error:
         raise RequestsError(f"{file}: cannot be read: {error}") from error
