@@ -112,10 +112,11 @@ def _table(file: Path) -> pa.Table:
         if file.stat().st_size > MAX_CSV_BYTES:
             raise RequestsError(f"{file}: is larger than {MAX_CSV_BYTES:,} bytes, which is the most that is read")
         table = pyarrow.csv.read_csv(file, convert_options=as_text)
-    except (pa.ArrowException, OSError) as error:
+        names = table.column_names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise RequestsError(f"{file}: cannot be read: {error}") from error
-    for name in table.column_names:
-        if table.column_names.count(name) > 1:
+    for name in names:
+        if names.count(name) > 1:
             raise RequestsError(f"{file}: column {name} is there twice, should be there once")
     return table
 

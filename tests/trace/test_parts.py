@@ -8,9 +8,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvpolicy.trace import TraceError, core_folders, from_rows, iter_parts, parts, read, read_part, write_part
+from kvpolicy.trace import (
+    TraceError,
+    core_folders,
+    from_rows,
+    iter_parts,
+    parts,
+    read,
+    read_part,
+    scan,
+    table,
+    write_part,
+)
 from kvpolicy.trace.parts import all_parts, covered, opened, parts_of
+from kvpolicy.trace.upkeep import compact
 from tests.trace.test_rows import ROWS
+from tests.trace.test_table import HEADER
 
 
 def rows(first: int, count: int) -> pa.Table:
@@ -18,7 +31,7 @@ def rows(first: int, count: int) -> pa.Table:
 
 
 def ids(core: Path) -> list[str]:
-    return [name for table in iter_parts(core, "outcomes") for name in table["preemption_id"].to_pylist()]
+    return [name for some in iter_parts(core, "outcomes") for name in some["preemption_id"].to_pylist()]
 
 
 def names(folder: Path, *numbers: str) -> Path:
@@ -50,8 +63,8 @@ def test_a_merge_beside_a_reader_loses_no_row_and_doubles_none(tmp_path: Path) -
     for number in range(6):
         write_part(core, "outcomes", number, rows(number * 10, 10))
     found: list[str] = []
-    for at, table in enumerate(iter_parts(core, "outcomes")):
-        found += table["preemption_id"].to_pylist()
+    for at, some in enumerate(iter_parts(core, "outcomes")):
+        found += some["preemption_id"].to_pylist()
         if at == 1:  # parts 1 to 4 become one, while the reader has given the rows of 0 and 1
             pq.write_table(rows(10, 40), core / "outcomes" / "part-000001-000004.parquet")
             for number in range(1, 5):
@@ -86,8 +99,8 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 def test_a_part_is_encoded_without_loss(tmp_path: Path) -> None:
     for name, row in ROWS.items():
-        table = from_rows(name, [row] * 7)
-        assert read_part(write_part(tmp_path, name, 0, table), name).equals(table), name
+        rows_of = from_rows(name, [row] * 7)
+        assert read_part(write_part(tmp_path, name, 0, rows_of), name).equals(rows_of), name
 
 
 class TestBombs:
@@ -133,3 +146,43 @@ class TestBombs:
         many = pa.concat_tables([rows(i * 1000, 1000) for i in range(30)])
         path = write_part(tmp_path, "outcomes", 0, many)
         assert read_part(path, "outcomes").num_rows == 30_000
+
+
+class TestScan:
+    """A part of a long trace, with no more in memory than it takes."""
+
+    def trace_of(self, folder: Path) -> Path:
+        for core in ("a", "b"):
+            HEADER.write(folder / core)
+            for number in range(4):
+                many = [
+                    ROWS["outcomes"] | {"preemption_id": f"{core}-{i}", "closed_s": float(i)}
+                    for i in range(number * 100, number * 100 + 100)
+                ]
+                write_part(folder / core, "outcomes", number, from_rows("outcomes", many))
+        return folder
+
+    def test_rows_by_time_and_by_preemption(self, tmp_path: Path) -> None:
+        folder = self.trace_of(tmp_path / "trace")
+        whole = read(folder).table("outcomes")
+        assert pa.concat_tables(scan(folder, "outcomes")).equals(whole)
+        found = pa.concat_tables(scan(folder, "outcomes", ["preemption_id"], between_s=(98.5, 101.0)))
+        assert found.to_pydict() == {
+            "preemption_id": ["a-99", "a-100", "a-101", "b-99", "b-100", "b-101"], "core": [*"aaabbb"],
+        }  # fmt: skip
+        (one,) = scan(folder, "outcomes", ["closed_s"], preemptions={"b-250", "c-1"})
+        assert one.to_pydict() == {"closed_s": [250.0], "core": ["b"]}
+        assert list(scan(folder, "steps")) == list(scan(folder, "outcomes", preemptions=())) == []
+        with pytest.raises(KeyError, match="preemption_id"):
+            list(scan(folder, "steps", preemptions={"a"}))
+
+    def test_what_cannot_hold_a_wanted_row_is_not_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = self.trace_of(tmp_path / "trace")
+        compact(folder)
+        groups: list[int] = []
+        plain = table._read
+        monkeypatch.setattr(table, "_read", lambda *arguments: (groups.append(arguments[-1]), plain(*arguments))[1])
+        list(scan(folder, "outcomes", between_s=(1e6, 2e6)))
+        assert groups == []
+        list(scan(folder, "outcomes", between_s=(5.0, 6.0)))
+        assert groups == [0, 0]

@@ -118,9 +118,9 @@ def rows_of(file: Path) -> tuple[Layout, Rows]:
 def _recognise(file: Path) -> tuple[Layout | None, Rows]:
     try:
         table = _read(file)
-    except (pa.ArrowException, OSError, TraceError) as error:
+        rows = Rows(str(file), table)
+    except (pa.ArrowException, OSError, TraceError, UnicodeDecodeError) as error:
         raise TableError(f"{file}: cannot be read: {error}") from error
-    rows = Rows(str(file), table)
     return next((layout for layout in LAYOUTS if layout.needs <= set(rows.names)), None), rows
 
 
