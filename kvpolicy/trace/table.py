@@ -307,7 +307,7 @@ def _may_hold(
     """Whether a row group may hold a wanted row, by the lowest and highest values that its footer tells."""
     for index in range(group.num_columns):
         column = group.column(index)
-        wanted = between_s if column.path_in_schema == time else None
+        wanted: Any = between_s if column.path_in_schema == time else None
         if column.path_in_schema == "preemption_id" and ids is not None:
             wanted = (ids[0], ids[-1]) if ids else None
         statistics = column.statistics if wanted is not None else None

@@ -170,7 +170,7 @@ def test_it_is_watched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "text", ["python:os:getcwd", "cheapest:python:os:getcwd", "order=python:os:getcwd", "order=mlfq/python:os:getcwd"]
 )
 def test_the_file_never_makes_a_server_import_code(path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
-    """Not even where the operator allowed it for the start: whoever can write the file is not who started the server."""
+    """Not even where the operator allowed it for the start: who writes the file need not be who started the server."""
     loaded: list[str] = []
     made = ControlFile(path, START, lambda name: (loaded.append(name), load_policy(name))[1], load_order)
     write(path, text)

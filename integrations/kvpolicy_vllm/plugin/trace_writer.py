@@ -51,8 +51,11 @@ class RowWriter(Protocol):
 
     dropped: int
     """Number of rows that could not be kept."""
-    size: Size | None
-    """What the trace takes on disk, where that is looked at."""
+
+    @property
+    def size(self) -> Size | None:
+        """What the trace takes on disk, where that is looked at."""
+        ...
 
     def add(self, table: str, row: Row) -> None: ...
 
