@@ -198,9 +198,10 @@ def _rows_of_steps(steps: pa.Table, numbers: pa.ChunkedArray) -> Ints:
 
 def _timeline(steps: pa.Table, requests: pa.Table) -> Timeline:
     start_s = _reals(steps, "start_s")
-    served = [_reals(requests, name) for name in ("arrival_s", "first_token_s", "last_token_s")]
+    arrival_s, first_s, last_s = (_reals(requests, name) for name in ("arrival_s", "first_token_s", "last_token_s"))
     left_out = np.asarray(left_out_before(steps), dtype=np.int64)
-    return Timeline(_ints(steps, "step"), start_s, start_s + _reals(steps, "duration_s"), *served, left_out=left_out)
+    end_s = start_s + _reals(steps, "duration_s")
+    return Timeline(_ints(steps, "step"), start_s, end_s, arrival_s, first_s, last_s, left_out)
 
 
 def _span(steps: pa.Table, outcomes: pa.Table, first: Ints, involved: _Involved, recorded: pa.Array) -> Span:
