@@ -34,6 +34,7 @@ ELSEWHERE = {
     "kvpolicy.settings": ["test_launch.py"],
     "kvpolicy.simulator.base": ["simulator/test_oracle.py"],
     "kvpolicy.simulator.hardware.layout": ["simulator/hardware/test_layouts.py"],
+    "kvpolicy.trace.header": ["trace/test_table.py"],
     "kvpolicy.trace.schemas": ["trace/test_rows.py"],
     "kvpolicy.training.reports": ["training/test_log_fits.py"],
     "kvpolicy.simulator.builtin.simulator": ["simulator/builtin/test_engine.py"],

@@ -25,6 +25,8 @@ from kvpolicy.order import spec as orders
 from kvpolicy.order.by_class import ranked_classes
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.request_marks import DEFAULT_CLASS, Classes, HintLimits, granting
+from kvpolicy.settings import GIB
+from kvpolicy.trace.upkeep import DAY_S, Retention, Upkeep
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, why_not_priced
 from kvpolicy_vllm.plugin.host_copies import CopyBook
@@ -108,9 +110,18 @@ def controller_for(
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         serves = Priority() if vllm_config.scheduler_config.policy == "priority" else order
         header = replace(header, draw_seed=seed, order=serves.label, order_digest=serves.digest)
-        recorder = TraceWriter(settings.trace / core, header)
-        controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes))
+        recorder = TraceWriter(settings.trace / core, header, upkeep=upkeep_of(settings, settings.trace / core))
+        controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes), settings.trace_steps, seed)
     return controller
+
+
+def upkeep_of(settings: Settings, core: Path) -> Upkeep | None:
+    """What merges and cuts the trace of a server; None for a measurement, which keeps all it records."""
+    if settings.source != "production":
+        return None
+    max_bytes = None if settings.trace_gib is None else settings.trace_gib * GIB
+    max_age_s = None if settings.trace_days is None else settings.trace_days * DAY_S
+    return Upkeep(core, Retention(max_bytes, max_age_s))
 
 
 def key_in_cache(block_hash: Any) -> BlockHashWithGroupId:

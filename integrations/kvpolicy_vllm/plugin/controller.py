@@ -115,11 +115,12 @@ class Controller:
         """Let requests be of the classes, and have the deadlines, priorities and hints, that ``grant`` gives them."""
         self.marks.grant_by(grant)
 
-    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:
-        """Record a trace from now on. ``anonymous`` maps a request id to its name in the trace."""
+    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str], *sampling: Any) -> None:
+        """Record a trace from now on; the arguments are those of :class:`TraceRecorder`."""
         self.recorder = recording
-        marks = self.marks.columns
-        self.observers.add(TraceRecorder(recording, anonymous, self.core, self.metrics.tally, marks))
+        self.observers.add(
+            TraceRecorder(recording, anonymous, self.core, self.metrics.tally, self.marks.columns, *sampling)
+        )
 
     # ---- for tools that drive an engine ----
 

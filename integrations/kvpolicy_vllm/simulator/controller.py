@@ -42,6 +42,8 @@ def transfer_params(request: Request) -> dict[str, Any] | None:
 class SinkWriter:
     """Collects rows and passes them to a :class:`Sink` in batches."""
 
+    size = None
+
     def __init__(self, sink: Sink) -> None:
         self.dropped = 0
         self._sink = sink
