@@ -31,7 +31,8 @@ GivenBack = Callable[[LiveRequest], None]
 class Pool(Protocol):
     """``free``: blocks that can be allocated, among them cached blocks that no request holds. ``evicted``: blocks whose
     content was given away; the caller empties it. ``given_back``: where it is set, it is called with every request that
-    is about to give up its blocks, the cached ones of which have keys then."""
+    is about to give up its blocks, the cached ones of which have keys then: by :meth:`release` with those that end, by
+    :meth:`give_back` with those that are preempted."""
 
     free: int
     evicted: list[KeyedBlock]
@@ -63,6 +64,10 @@ class Pool(Protocol):
 
     def withdraw(self, live: LiveRequest) -> None:
         """Take out of the cache what the step that now preempts the request was to compute."""
+        ...
+
+    def give_back(self, live: LiveRequest) -> None:
+        """Tell ``given_back`` of a request that is about to be preempted, before that is decided, as a server does."""
         ...
 
     def shared(self, live: LiveRequest, count: int) -> int:
@@ -111,6 +116,9 @@ class CountedPool:
         live.held = 0
 
     def withdraw(self, live: LiveRequest) -> None:
+        """Nothing to do."""
+
+    def give_back(self, live: LiveRequest) -> None:
         """Nothing to do."""
 
     def shared(self, live: LiveRequest, count: int) -> int:
@@ -194,7 +202,7 @@ class CachingPool:
     def release(self, live: LiveRequest, preempted: bool) -> None:
         if preempted or self.given_back is not None:
             self._give_keys(live)
-        if self.given_back is not None:
+        if self.given_back is not None and not preempted:
             self.given_back(live)
         self._put_first(live.held - live.cached)
         self._put_last(live.cached - len(live.keyed_blocks))
@@ -217,6 +225,11 @@ class CachingPool:
             self._forget(block)
         del live.keyed_blocks[full:]
         live.cached = full
+
+    def give_back(self, live: LiveRequest) -> None:
+        if self.given_back is not None:
+            self._give_keys(live)
+            self.given_back(live)
 
     def shared(self, live: LiveRequest, count: int) -> int:
         return sum(block.holders > 1 for block in live.keyed_blocks[:count])

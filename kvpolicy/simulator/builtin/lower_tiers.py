@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from kvpolicy.caching import CachingPolicy
 from kvpolicy.caching import spec as caching
-from kvpolicy.cost.block_price import block_price, equal_price
-from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
@@ -19,19 +17,16 @@ MakeCaching = Callable[[int], CachingPolicy]
 
 
 def host_pool(
-    server: Server, policy: Policy, pool: Pool, made: MakeCaching | None = None
+    server: Server, price: caching.Price, pool: Pool, made: MakeCaching | None = None
 ) -> tuple[HostPool, FileTier | None]:
     """Host memory, which learns from ``pool`` what requests give back where it caches that, and the files below it.
 
-    What is cached goes by the prices of the policy's cost model, if that has one. ``made``: makes the caching policy of
-    host memory in place of the server's.
+    ``price``: of a block by its index in a prompt, by which the caching policy goes. ``made``: makes the caching policy
+    of host memory in place of the server's.
     """
-    cache, model = server.cache, policy.cost_model
+    cache = server.cache
     if cache is None:
         return HostPool(server), None
-    price: caching.Price = equal_price
-    if model is not None:
-        price = block_price(model.predict, server.block_size, server.block_bytes, server.segment_bytes)
     above = caching.load(cache.policy, server.host_blocks, price, allow_python=True)
     if made is not None:
         above = made(server.host_blocks)
@@ -44,7 +39,6 @@ def host_pool(
         files = FileTier(cache, server.block_bytes, below)
         above = Demoting(above, files)
     copies = HostPool(server, above, pool.keys)
-    copies.store_only_where(lambda blocks: price(blocks - 1) > 0.0)
     pool.given_back = copies.given_back
     return copies, files
 
