@@ -16,7 +16,7 @@ from kvpolicy.order import Choice, is_stock
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, load_of
 from kvpolicy.simulator.builtin import costs
 from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue, refuse_unservable
-from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
+from kvpolicy.simulator.builtin.blocks import in_step_order, pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
 from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.lower_tiers import FileReads, MakeCaching, host_pool
@@ -55,10 +55,8 @@ class Engine:
         self.tallied = SummaryBuilder(server, times, slo)
         self.now_s = 0.0
         self.arrivals = ArrivalQueue(identity.requests, partial(refuse_unservable, server))
-        pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
-        self.preemptions = decided = Preemptions(
-            server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision
-        )
+        decided = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
+        self.preemptions, pool = decided, pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.copies, files = host_pool(server, decided.block_price, pool, caching)
         self.reads = FileReads(server, files, pool, self.copies)
         self.link: LinkQueues[CopyJob] = LinkQueues(server, times)
@@ -164,7 +162,7 @@ class Engine:
         """Set when the step begins and ends, with the copies that it brings."""
         evicted = self.scheduler.pool.evicted
         if evicted:
-            if self.copies.lost(evicted):  # a waiting request may find more in host memory, or less
+            if self.copies.lost(in_step_order(evicted)):  # a waiting request may find more in host memory, or less
                 self.scheduler.blocked = False
             evicted.clear()
         if self.copies.waiting:
