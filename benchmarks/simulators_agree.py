@@ -1,6 +1,7 @@
 """The built-in simulator beside vLLM's own scheduler over cases drawn from seeds: whatever differs between them.
 
-    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N] [--closed-loops | --orders | --classes | --caches]
+    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N]
+        [--closed-loops | --orders | --classes | --caches]
 
 Cases and comparison are those of ``tests/vllm/agreement.py``, read from the same checkout; vLLM has to be installed.
 Ends with 1 where a case differs.

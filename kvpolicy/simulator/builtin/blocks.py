@@ -50,9 +50,9 @@ GivenBack = Callable[[LiveRequest], None]
 
 class Pool(Protocol):
     """``free``: blocks that can be allocated, among them cached blocks that no request holds. ``evicted``: blocks whose
-    content was given away, and who took them; the caller empties it. ``given_back``: where it is set, it is called with every request that
-    is about to give up its blocks, the cached ones of which have keys then: by :meth:`release` with those that end, by
-    :meth:`give_back` with those that are preempted."""
+    content was given away, and who took them; the caller empties it. ``given_back``: where it is set, it is called with
+    every request that is about to give up its blocks, the cached ones of which have keys then: by :meth:`release` with
+    those that end, by :meth:`give_back` with those that are preempted."""
 
     free: int
     evicted: list[Eviction]

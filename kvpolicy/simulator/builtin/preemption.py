@@ -301,7 +301,7 @@ def hit_situation(
     live: LiveRequest | None, total_tokens: int, local: int, scheduler: Scheduler, copies: HostPool, server: Server
 ) -> Preemption:
     """The situation of a request that is about to be admitted and whose first ``total_tokens`` are all on the device,
-    the ``local`` ones, or in host memory: as :func:`kvpolicy.policy.decision.at_resume` has it for a copy. None: a request
+    the ``local`` ones, or in host memory: as :func:`kvpolicy.policy.decision.at_resume` has it for a copy. None: one
     that is not there yet."""
     size, running = server.block_size, scheduler.running
     return Preemption(
