@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpolicy import order, policy
 from kvpolicy.events import CACHE_COPY, SITUATION_FIELDS
+from kvpolicy.request_marks import NO_HINTS, HintLimits, Hints
 from kvpolicy.simulator import ClassSummary, Link, Run, Server, Simulator, Slo, Summary
 from kvpolicy.simulator.base import LowerTiers, Scheduling
 from kvpolicy.simulator.builtin import Builtin
@@ -179,6 +180,23 @@ def classed(seed: int, count: int = 60) -> Case:
     )
     served = replace(case.server, order=order.load(BY_CLASS[seed % len(BY_CLASS)]))
     return replace(case, work=replace(case.work, requests=made), server=served)
+
+
+def hinted(seed: int, count: int = 60) -> Case:
+    """A case of :func:`cached` whose requests say what of their KV will be of use, served by an order that heeds that
+    in every other case."""
+    case, rng = cached(seed, count), random.Random(f"hinted {seed}")
+    said = (
+        NO_HINTS, Hints(keep_s=0.3), Hints(keep_s=2.0, session="a"), Hints(once=True), Hints(once=True, pin_tokens=48),
+        Hints(pin_tokens=64, keep_s=0.5), Hints(session="a"), Hints(session="a", ended=True), Hints(session="b"),
+    )  # fmt: skip
+    made = tuple(replace(request, hints=rng.choice(said)) for request in case.work)
+    assert case.server.cache is not None
+    limits = rng.choice((HintLimits(), HintLimits(0.5, 0.3, 0.2)))
+    server = replace(case.server, cache=replace(case.server.cache, hints=limits))
+    if seed % 2:
+        server = replace(server, scheduling="fcfs", order=order.load("python:tests.chats_first:ChatsFirst", True))
+    return replace(case, work=replace(case.work, requests=made), server=server)
 
 
 CACHES = ("lru", "cost", "s3fifo", "arc", "lfu")

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.order import load
+from kvpolicy.request_marks import NO_HINTS
 from kvpolicy.simulator.builtin import preemption
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy_vllm.plugin import prompt_cache
@@ -37,6 +38,7 @@ from tests.vllm.agreement import (
     differences,
     displaced,
     drawn,
+    hinted,
     looped,
     ordered,
     priced,
@@ -64,6 +66,8 @@ CLASSED = range(5)
 """Each order that heeds classes or deadlines once."""
 CACHED = range(10)
 """Each caching policy twice, over large and small host memory, with policies that load all, some and nothing."""
+HINTED = (1, 3, 4, 5)
+"""The order that reads hints serves those with an odd number."""
 CROWDS = range(4)
 """Each combination of prefix caching and asynchronous scheduling once."""
 
@@ -114,6 +118,16 @@ def test_they_agree_with_a_cache_in_host_memory(seed: int) -> None:
     hits = builtin.run.summary.prefix_hits
     assert (hits.host_tokens > 0) == (case.policy != "always-recompute")
     assert (hits.loaded_tokens > 0) == any(row["direction"] == "load" for row in of_the_cache(builtin))
+
+
+@pytest.mark.parametrize("seed", HINTED)
+def test_they_agree_where_requests_say_what_of_their_kv_will_be_of_use(seed: int) -> None:
+    """In host memory, and served by an order that reads hints: without them something else happens."""
+    case = hinted(seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    silent = [replace(request, hints=NO_HINTS) for request in case.work]
+    assert differences(builtin, account("builtin", replace(case, work=replace(case.work, requests=tuple(silent)))))
 
 
 def of_the_cache(told: Account) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import OpenPreemption, Repeated
+from kvpolicy.caching import Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.request_marks import DEFAULT_CLASS, KEY, as_said
@@ -37,10 +38,17 @@ def number_of(name: str) -> int:
 
 
 def transfer_params(request: Request) -> dict[str, Any] | None:
-    """A request's class and deadlines as vLLM's ``kv_transfer_params``; None where it says nothing."""
+    """A request's class, deadlines and hints as vLLM's ``kv_transfer_params``; None where it says nothing."""
+    hints = request.hints
+    said = {
+        "keep_s": hints.keep_s, "once": hints.once, "pin": hints.pin_tokens or None, "session": hints.session,
+        "ended": hints.ended,
+    }  # fmt: skip
     deadlines = {"ttft_s": request.ttft_s, "tpot_s": request.tpot_s}
     told = {"class": request.class_name} | {name: value and float(value) for name, value in deadlines.items()}
-    return None if told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None} else {KEY: told}
+    if not hints and told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None}:
+        return None
+    return {KEY: told | said if hints else told}
 
 
 class SinkWriter:
@@ -110,6 +118,8 @@ class SimulatedController(Controller):
         cache = None
         if server.cache is not None:
             cache = caching.load(server.cache.policy, server.host_blocks, prices, allow_python=True)
+        if server.cache is not None and cache is not None:
+            cache = Hinted(cache, clock, server.block_size, server.cache.hints)
         copies = CopyBook(server.host_blocks, 1, server.block_bytes, cache)
         super().__init__(core, decider, copies, segment_bytes, clock, _raise, policies.load)
         self._local_tokens: dict[str, int] = {}

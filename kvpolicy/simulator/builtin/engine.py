@@ -57,7 +57,7 @@ class Engine:
         self.arrivals = ArrivalQueue(identity.requests, partial(refuse_unservable, server))
         decided = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
         self.preemptions, pool = decided, pool_for(server.device_blocks, server.block_size, server.prefix_caching)
-        self.copies, files = host_pool(server, decided.block_price, pool, caching)
+        self.copies, files = host_pool(server, decided.block_price, pool, lambda: self.now_s, caching)
         self.reads = FileReads(server, files, pool, self.copies)
         self.link: LinkQueues[CopyJob] = LinkQueues(server, times)
         stock = is_stock(server.order, server.scheduling)
