@@ -99,7 +99,7 @@ class ServerSettings:
     )
     hints: HintLimits | None = option(HINT_HELP, None)
     cache_files_policy: str = option(
-        "Caching policy by which these files are given up: lru, lfu, arc, s3fifo, or cost at equal prices.",
+        "Caching policy by which these files are given up: lru, lfu, arc, s3fifo, or cost.",
         "lru",
         one_of(*KINDS),
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, make_block_hash_with_group_id
 
-from kvpolicy.caching import Hinted
+from kvpolicy.caching import ByCost, Hinted
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import EngineSpec
@@ -95,7 +95,7 @@ def controller_for(
         prompts = controller.cache_prompts(key_in_cache)
         prompts.prices, prices.segment_bytes = prices, lambda: controller.copies.segment_bytes
         if settings.cache_files is not None:
-            prompts.keep_files(pool_count)
+            prompts.keep_files(pool_count, settings.cache_files_policy == ByCost.name)
     controller.keep_tables(block_tables(kv_cache))
     order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
     warn_of_unclaimable(order, classes)
