@@ -51,7 +51,6 @@ ELSEWHERE = {
     "kvpolicy_vllm.check.lay_out": ["vllm/test_check.py"],
     "kvpolicy_vllm.connector": ["test_launch.py"],
     "kvpolicy_vllm.integration": ["test_integrations.py"],
-    "kvpolicy_vllm.plugin.copiers.arena": ["plugin/copiers/test_staging.py"],
     "kvpolicy_vllm.plugin.copiers.cuda": ["vllm/test_cuda_order.py"],
     "kvpolicy_vllm.plugin.copiers.indexing": ["plugin/copiers/test_base.py"],
     "kvpolicy_vllm.plugin.cost_meter": ["plugin/test_controller.py"],

@@ -18,6 +18,9 @@ STARTS = (0, *(2**power for power in range(7)))
 between the last two."""
 SAMPLED_AT = tuple(2**power - 1 for power in range(18))
 """Indices of blocks whose prices stand for all, where prices are handed on."""
+RENEWED_STEPS = 256
+"""Steps for which prices, and which lengths are worth storing, are remembered: predictions change with the batch and by
+what is learned."""
 Predict = Callable[[Preemption, Sequence[Option]], Sequence[Cost]]
 """Gives one cost per option, as a cost model's ``predict`` does, or none at all."""
 

@@ -20,13 +20,12 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy.caching import Hinted
 from kvpolicy.cost import CostModel
-from kvpolicy.cost.block_price import SAMPLED_AT, block_price
+from kvpolicy.cost.block_price import RENEWED_STEPS, SAMPLED_AT, block_price
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.features import features_of
 from kvpolicy.policy import PricedPolicy
 from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.messages import StepJobs
-from kvpolicy_vllm.plugin.prompt_cache import WORTH_STEPS
 from tests.vllm import alone, harness
 from tests.vllm.conftest import SCARCE, job
 from tests.vllm.test_faults import BLOCK_BYTES
@@ -345,7 +344,7 @@ def test_prices_are_those_of_the_policy_that_serves_and_of_what_it_has_learned(
     assert step(2) == [expected(0), expected(50), expected(500)] != [0.0, 0.0, 0.0]
     by_cost.cost_model.seconds *= 2
     assert step(3) == steps[1], "predicting takes time"
-    assert step(2 + WORTH_STEPS) == pytest.approx([2 * seconds for seconds in steps[1]])
+    assert step(2 + RENEWED_STEPS) == pytest.approx([2 * seconds for seconds in steps[1]])
 
 
 @pytest.mark.scheduler
@@ -369,7 +368,7 @@ def test_workers_are_told_the_prices_of_files(
     first = told(1)
     in_host_memory = [controller.prompts.prices(index) for index in SAMPLED_AT]
     assert first == (tuple(pytest.approx(price - 3e-6) for price in in_host_memory) if kind == "cost" else ())
-    assert told(2) == () and told(1 + WORTH_STEPS) == first
+    assert told(2) == () and told(1 + RENEWED_STEPS) == first
 
 
 @pytest.mark.scheduler

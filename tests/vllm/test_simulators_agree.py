@@ -24,9 +24,7 @@ import pytest
 from kvpolicy.host_store.contents import HostCopy, rank_of
 from kvpolicy.order import load
 from kvpolicy.request_marks import NO_HINTS
-from kvpolicy.simulator.builtin import preemption
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
-from kvpolicy_vllm.plugin import prompt_cache
 from tests.vllm import agreement, harness
 from tests.vllm.agreement import (
     CACHES,
@@ -149,10 +147,6 @@ def test_the_cases_with_a_cache_have_what_is_to_be_compared() -> None:
     saved = [sum(row["bytes"] for row in of_the_cache(one) if row["direction"] == "save") for one in told]
     blocks = [bytes_ // case.server.block_bytes for bytes_, case in zip(saved, cases, strict=True)]
     assert any(count > 2 * case.server.host_blocks for count, case in zip(blocks, cases, strict=True))
-
-
-def test_prices_are_renewed_when_the_plugin_renews_them() -> None:
-    assert preemption.WORTH_STEPS == prompt_cache.WORTH_STEPS
 
 
 @pytest.mark.parametrize("seed", range(2))

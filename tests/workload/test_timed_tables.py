@@ -236,7 +236,7 @@ def test_requests_of_a_table_say_what_of_their_kv_will_be_of_use(tmp_path: Path)
 
 @pytest.mark.parametrize("row", ["0,5,6,-1,,,,", "0,5,6,,maybe,,,", "0,5,6,,,0,,", "0,5,6,,,,a b,", "0,5,6,60,true,,,"])
 def test_an_impossible_hint_is_refused_by_line_and_column(tmp_path: Path, row: str) -> None:
-    with pytest.raises(WorkloadError, match="line 2: .*has an? (keep_s|once|pin|session) that"):
+    with pytest.raises(WorkloadError, match=r"line 2: .*has an? (keep_s|once|pin|session) that"):
         list(TimedFile(published_files.put(tmp_path, "a.csv", f"{HINTED}{row}\n"), ARRIVALS))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import Guarded
-from kvpolicy.cost.block_price import block_price, sampled
+from kvpolicy.cost.block_price import RENEWED_STEPS, block_price, sampled
 from kvpolicy.events import Cause
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
@@ -25,9 +25,6 @@ from kvpolicy_vllm.plugin.observers import Observers, Tally
 from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
 
 FILE_TIER = "files"
-WORTH_STEPS = 256
-"""Steps for which prices, and which lengths are worth storing, are remembered: predictions change with the batch and by
-what is learned."""
 
 
 @dataclass(slots=True)
@@ -103,7 +100,7 @@ class PromptCache:
             self.files.note_late()
         (policy, shadow), decider = self._decides, self._decider
         if step >= self._worth_until or decider.policy is not policy or decider.shadow != shadow:
-            self._worth_until, self._decides = step + WORTH_STEPS, (decider.policy, decider.shadow)
+            self._worth_until, self._decides = step + RENEWED_STEPS, (decider.policy, decider.shadow)
             self._price_anew()
 
     def _price_anew(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger
-from kvpolicy.cost.block_price import block_price
+from kvpolicy.cost.block_price import RENEWED_STEPS, block_price
 from kvpolicy.events import Cause, Outcome, Preemption, as_taken_out
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
@@ -20,9 +20,6 @@ from kvpolicy.simulator.builtin.scheduler import Scheduler
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.summary import SummaryBuilder
 from kvpolicy.survival import Survival
-
-WORTH_STEPS = 256
-"""Steps for which prices of blocks, and which lengths are worth storing, are remembered, as in the plugin."""
 
 
 class Preemptions:
@@ -47,7 +44,7 @@ class Preemptions:
         self._count = 0
         self._closing: list[Account] = []
         self._worth: dict[int, bool] = {}
-        """Whether blocks of a chain of so many are worth storing; as all of these until :data:`WORTH_STEPS` are over.
+        """Whether blocks of a chain of so many are worth storing; as all of these until :data:`RENEWED_STEPS` are over.
         """
         self._hits: dict[LiveRequest, tuple[tuple[int, int, int], bool]] = {}
         """Of waiting requests: what was asked about a hit last (see :meth:`loads_hit`), and the answer."""
@@ -56,7 +53,7 @@ class Preemptions:
 
     def step_begins(self, number: int) -> None:
         """Predict costs of what is cached anew now and then, when a server does."""
-        window = number // WORTH_STEPS
+        window = number // RENEWED_STEPS
         if window != self._window:
             self._window, self._worth, self._hits, self._block_price = window, {}, {}, None
 
