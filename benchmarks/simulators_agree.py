@@ -1,6 +1,7 @@
 """The built-in simulator beside vLLM's own scheduler over cases drawn from seeds: whatever differs between them.
 
-    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N] [--closed-loops | --orders | --classes]
+    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N]
+        [--closed-loops | --orders | --classes | --caches]
 
 Cases and comparison are those of ``tests/vllm/agreement.py``, read from the same checkout; vLLM has to be installed.
 Ends with 1 where a case differs.
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds.add_argument(
         "--classes", dest="kind", action="store_const", const="classed",
         help="with drawn classes and deadlines, and each case served by another of the orders that heed them",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--caches", dest="kind", action="store_const", const="cached",
+        help="with a cache in host memory, by another caching policy in turn, and prompts that come back",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     first, last = options.seeds

@@ -2,7 +2,8 @@
 
     python examples/rl_rollout.py
 
-Nobody waits for a first token; what counts is the time until all are done. Memory is short, and vLLM preempts.
+Nobody waits for a first token; what counts is the time until all are done. Memory is short, and vLLM preempts. What a
+rollout gains by machine, with groups of samples of a prompt, is in docs/when-to-switch-on.md.
 """
 
 from __future__ import annotations

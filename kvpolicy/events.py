@@ -73,7 +73,7 @@ class Preemption:
     host_blocks: int
     free_host_blocks: int
     """Host blocks that a copy of the request could have: those that are free and, where these are fewer than it needs,
-    those that only copies of a lower rank use: that save less per block, or, without prices, of shorter requests."""
+    those that only copies use that save less per block, or, without predictions, those of shorter requests."""
     running_requests: int
     """Running requests other than the victim."""
     waiting_requests: int

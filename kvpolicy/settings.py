@@ -40,6 +40,9 @@ GIB = 1 << 30
 DEFAULT_HOST_GIB = 4.0
 """Host memory for evicted KV, of a simulated server, and of one whose machines or ranks may not see the same memory."""
 DEFAULT_CACHE_FILES_GIB = 100.0
+DEFAULT_TRACE_GIB = 10.0
+"""Of a server's trace: some weeks, see docs/operating.md."""
+SHARE = Rule("above 0, and 1 at most", lambda value: 0 < value <= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,15 @@ class ServerSettings:
     force_host_gib: bool = option("Let --host-gib take more than half of the available memory.", False)
     pin_memory: bool = option("Do not page-lock the host memory.", True)
     trace: Path | None = option("Folder to record a trace in.", None)
+    trace_gib: float | None = option(
+        "Size of the trace's folder, GiB, above which its oldest part files are removed.", DEFAULT_TRACE_GIB, POSITIVE
+    )
+    trace_days: float | None = option(
+        "Age, days, from which its part files are removed. Default: no limit.", None, POSITIVE
+    )
+    trace_steps: float = option(
+        "Share of the steps recorded that no preemption touched; those that one touched always are.", 1.0, SHARE
+    )
     seed: int = option("Seed of a policy that chooses at random.", 0, flag="--policy-seed")
     link: SimulatedLink | None = option(LINK, None)
     online_state: Path | None = option(
@@ -88,7 +100,7 @@ class ServerSettings:
     )
     hints: HintLimits | None = option(HINT_HELP, None)
     cache_files_policy: str = option(
-        "Caching policy by which these files are given up: lru, lfu, arc, s3fifo, or cost at equal prices.",
+        "Caching policy by which these files are given up: lru, lfu, arc, s3fifo, or cost.",
         "lru",
         one_of(*KINDS),
     )

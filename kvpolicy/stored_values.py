@@ -6,8 +6,10 @@ the file's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import InputError
@@ -22,6 +24,30 @@ class FieldMissing(InputError):
 
     def __str__(self) -> str:
         return f"field {self.field} is missing"
+
+
+MAX_JSON_BYTES = 64 << 20
+"""Maximum size of a JSON file that is read whole; a cost model has a few megabytes at most."""
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The content of a JSON file. Raises OSError where it cannot be read; InputError, without the file's name, where it
+    is larger than ``max_bytes``, is no JSON, or is nested too deeply."""
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise InputError(f"is larger than {max_bytes:,} bytes, which is the most that is read")
+    return json_of(content)
+
+
+def json_of(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises InputError where it is none, or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise InputError("is nested too deeply to be read") from None
+    except ValueError as error:  # no UTF-8, a number of thousands of digits, or no JSON
+        raise InputError(f"is no JSON: {error}") from None
 
 
 def value_at(values: Any, *path: str) -> Any:

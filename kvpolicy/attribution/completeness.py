@@ -11,6 +11,9 @@ A gap is certainly a loss
 
 A gap is certainly no loss where the next step starts when the previous one ended, because every step takes time.
 
+Where a server records a share of its steps, a row says how many before it were left out: these are no gap. A
+preemption with a copy that overlapped steps left out is incomplete all the same.
+
 Gaps right after a preemption's last step remain doubtful. They count as idle if the victim has a request record, which
 shows that it finished, and as a loss otherwise. After a core's last row only certain losses count.
 """
@@ -40,6 +43,8 @@ class Timeline:
     first_token_s: Floats
     """NaN for a request without tokens, as in ``last_token_s``."""
     last_token_s: Floats
+    left_out: Ints | None = None
+    """Steps right before each row that were not recorded on purpose; None: of none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,9 @@ def unbroken(timeline: Timeline, span: Span) -> Flags:
     """Whether each preemption's steps are all recorded, including the aftermath steps that find the caches cold."""
     if not len(timeline.number):
         return np.zeros(len(span.first), dtype=np.bool_)
-    inside = (span.last_row >= 0) & (span.last_row - span.first_row == span.last - span.first)
+    before = np.cumsum(_left_out(timeline))
+    rows = span.last_row - span.first_row + before[span.last_row] - before[span.first_row]
+    inside = (span.last_row >= 0) & (rows == span.last - span.first)
     lost, doubtful = _holes(timeline)
     end_row = np.minimum(np.maximum(span.last_row, span.involved_row) + AFTERMATH_STEPS, len(timeline.number))
     none_lost = _sum(lost, span.last_row, end_row) == 0
@@ -72,11 +79,16 @@ def unbroken(timeline: Timeline, span: Span) -> Flags:
 def _holes(timeline: Timeline) -> tuple[Flags, Flags]:
     """Flags for the gap after each row: (certainly a loss, possibly a loss); both false where there is no gap."""
     next_s = np.append(timeline.start_s[1:], np.inf)
-    hole = np.append(np.diff(timeline.number) != 1, True) & (next_s - timeline.end_s > MIN_STEP_S)
+    lacking = np.diff(timeline.number) != 1 + _left_out(timeline)[1:]
+    hole = np.append(lacking, True) & (next_s - timeline.end_s > MIN_STEP_S)
     lost = hole & (_served_after(timeline) | _tokens_between(timeline, next_s))
     doubtful = hole & ~lost
     doubtful[-1] = False
     return lost, doubtful
+
+
+def _left_out(timeline: Timeline) -> Ints:
+    return np.zeros(len(timeline.number), np.int64) if timeline.left_out is None else timeline.left_out
 
 
 def _served_after(timeline: Timeline) -> Flags:

@@ -42,7 +42,7 @@ from kvpolicy.attribution.step_time_fit import (
 from kvpolicy.attribution.tool_effects import MIN_STEPS, effects, seconds_of
 from kvpolicy.events import CACHE_COPY, TOOL_COPY
 from kvpolicy.hardware import fingerprint
-from kvpolicy.trace import Trace, TraceError
+from kvpolicy.trace import Trace, TraceError, left_out_before
 
 REPEATED_PARTS = ("tokens", "decodes", "kv_read_tokens", "chunk_context")
 """Names of the parts in ``steps.repeated``, in the order of :data:`PARTS`."""
@@ -164,6 +164,7 @@ def _core(trace: Trace, name: str) -> _Core:
         _timeline(steps, requests), _span(steps, outcomes, first, involved, _with_request_record(decisions, requests))
     )
     complete &= ~_save_missing(outcomes, decisions, transfers)
+    complete &= _index_in(ids, _beside_left_out(steps, transfers)) < 0
     loaded = _with_transfer(transfers, "load")
     tool_rows = np.zeros(0, np.int64)
     beside_tool = np.zeros(0, np.int64)
@@ -197,8 +198,10 @@ def _rows_of_steps(steps: pa.Table, numbers: pa.ChunkedArray) -> Ints:
 
 def _timeline(steps: pa.Table, requests: pa.Table) -> Timeline:
     start_s = _reals(steps, "start_s")
-    served = [_reals(requests, name) for name in ("arrival_s", "first_token_s", "last_token_s")]
-    return Timeline(_ints(steps, "step"), start_s, start_s + _reals(steps, "duration_s"), *served)
+    arrival_s, first_s, last_s = (_reals(requests, name) for name in ("arrival_s", "first_token_s", "last_token_s"))
+    left_out = np.asarray(left_out_before(steps), dtype=np.int64)
+    end_s = start_s + _reals(steps, "duration_s")
+    return Timeline(_ints(steps, "step"), start_s, end_s, arrival_s, first_s, last_s, left_out)
 
 
 def _span(steps: pa.Table, outcomes: pa.Table, first: Ints, involved: _Involved, recorded: pa.Array) -> Span:
@@ -274,6 +277,17 @@ def _copying_steps(steps: pa.Table, transfers: pa.Table) -> _Involved:
     return _Involved(row, ids, seconds, np.zeros((len(row), len(PARTS))))
 
 
+def _beside_left_out(steps: pa.Table, transfers: pa.Table) -> pa.Array:
+    """Ids of the preemptions with a copy that overlapped steps which were not recorded on purpose."""
+    gap = np.flatnonzero(np.asarray(left_out_before(steps)))
+    gap = gap[gap > 0]
+    start_s = _reals(steps, "start_s")
+    begin_s, end_s = (start_s + _reals(steps, "duration_s"))[gap - 1], start_s[gap]
+    first = np.searchsorted(end_s, _reals(transfers, "start_s"), side="right")
+    begins = np.append(begin_s, np.inf)[first]
+    return transfers.filter(pa.array(begins < _reals(transfers, "end_s")))["preemption_id"].combine_chunks()
+
+
 def _concatenated(*tables: _Involved) -> _Involved:
     return _Involved(
         np.concatenate([table.row for table in tables]),
@@ -292,6 +306,9 @@ def _untouched_rows(steps: pa.Table, involved: Ints, counts: Sequence[str]) -> I
         touched[: steps.num_rows] |= _ints(steps, column) > 0
     for _ in range(AFTERMATH_STEPS):
         touched[1:] |= touched[:-1].copy()
+    # Of a step after some that were left out it is not known how cold these left the caches.
+    for row in np.flatnonzero(np.asarray(left_out_before(steps)) > 0):
+        touched[row : row + AFTERMATH_STEPS] = True
     return np.flatnonzero(~touched[: steps.num_rows] & (_ints(steps, "scheduled_tokens") > 0))
 
 

@@ -18,7 +18,7 @@ from kvpolicy.attribution.offline import repeated_parts, share_of_step
 from kvpolicy.attribution.step_time import PARTS, StepTimeModel, recompute_prices
 from kvpolicy.events import Preemption
 from kvpolicy.headroom import NO_STEP_TIMES, Work, share_text
-from kvpolicy.trace import TraceError
+from kvpolicy.trace import TraceError, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,15 @@ def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
             f"steps, row {wrong} (step {steps['step'][int(wrong)].as_py()}): repeated holds more tokens than "
             "scheduled_tokens"
         )
-    busy_s = float(_reals(steps, "duration_s")[parts[:, 0] > 0].sum())
+    weight = np.asarray(weights_of(steps), dtype=np.float64)
+    busy_s = float((_reals(steps, "duration_s") * weight)[parts[:, 0] > 0].sum())
     tokens = repeated[:, 0]
-    decoded, recomputed = int(rest[:, 1].sum()), int(tokens.sum())
+    decoded, recomputed = round(float(rest[:, 1] @ weight)), int(tokens.sum())  # steps that recompute have weight 1
     if model is None:
         return StepWork(Work(decoded, recomputed, None, None if recomputed else 0.0, busy_s), {})
     added_s, decodes_s = recompute_prices(model, tuple(parts.T), tuple(rest.T))
     share_s = added_s[row] * share_of_step(row, tokens, len(parts))
-    work = Work(decoded, recomputed, float(decodes_s.sum()), float(share_s.sum()), busy_s)
+    work = Work(decoded, recomputed, float(decodes_s @ weight), float(share_s.sum()), busy_s)
     names, index = np.unique(np.asarray(ids.to_pylist(), dtype=np.str_), return_inverse=True)
     return StepWork(work, dict(zip(names.tolist(), np.bincount(index, share_s, len(names)).tolist(), strict=True)))
 

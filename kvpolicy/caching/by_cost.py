@@ -67,6 +67,10 @@ class ByCost(CachingPolicy):
     def __len__(self) -> int:
         return len(self._there)
 
+    def reprice(self, price: Callable[[int], float]) -> None:
+        """Go by these prices from now on."""
+        self._price = price
+
     def asked(self, chain: Chain, hits: int) -> None:
         records = [self._record(key, position) for position, key in enumerate(chain)]
         turn = 1
@@ -111,6 +115,11 @@ class ByCost(CachingPolicy):
     def _known(self, key: Key) -> Record | None:
         return self._there.get(key) or self._gone.get(key)
 
+    def _place(self, chain: Chain, position: int) -> int:
+        """Of a block in its prompt, of which the chain may be a part that begins later."""
+        before = self._known(chain[position - 1]) if position else None
+        return position if before is None else before.position + 1
+
     def _unasked(self, position: int) -> Record:
         """Of a block that no prompt has asked for, or that was forgotten since: it is taken for an old one."""
         record = Record(position)
@@ -122,7 +131,7 @@ class ByCost(CachingPolicy):
         for position in missing:
             key = chain[position]
             record = self._gone.pop(key, None)
-            self._there[key] = self._unasked(position) if record is None else record
+            self._there[key] = self._unasked(self._place(chain, position)) if record is None else record
             parent = self._parent[key] = chain[position - 1] if position else None
             if not self._children.get(key):
                 self._add_leaf(key)

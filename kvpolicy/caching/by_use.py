@@ -15,13 +15,16 @@ STALE = 4
 
 
 class ByLastUse(CachingPolicy):
-    """Gives up the block with the least :meth:`use`, as of the last prompt that it was in."""
+    """Gives up the block with the least :meth:`use`, as of the last prompt that it was in; among equals the one that
+    was stored or asked for first, whatever the keys are."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._prompts = 0
-        self._use: dict[Key, Use] = {}
-        self._heap: list[tuple[Use, Key]] = []
+        self._count = 0
+        self._use: dict[Key, tuple[Use, int]] = {}
+        """Of each block there its use, and the number of the heap's entry for that."""
+        self._heap: list[tuple[Use, int, Key]] = []
 
     def __contains__(self, key: Key) -> bool:
         return key in self._use
@@ -38,26 +41,27 @@ class ByLastUse(CachingPolicy):
         self._prompts += 1
         for position, key in enumerate(chain):
             if key in self._use:
-                self._used(key, self.use(self._use[key], self._prompts, position))
+                self._used(key, self.use(self._use[key][0], self._prompts, position))
 
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         for position in missing:
             self._used(chain[position], self.use(None, self._prompts, position))
 
     def _used(self, key: Key, use: Use) -> None:
-        self._use[key] = use
+        self._count += 1
+        self._use[key] = use, self._count
         if len(self._heap) > STALE * max(self.capacity, 16):
-            self._heap = [(use, key) for key, use in self._use.items()]
+            self._heap = [(use, number, key) for key, (use, number) in self._use.items()]
             heapify(self._heap)
         else:
-            heappush(self._heap, (use, key))
+            heappush(self._heap, (use, self._count, key))
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
         evicted: list[Key] = []
         passed_over = []
         while len(evicted) < count and self._heap:
-            entry = use, key = heappop(self._heap)
-            if self._use.get(key) != use:
+            entry = use, number, key = heappop(self._heap)
+            if self._use.get(key) != (use, number):
                 continue
             if key in protected:
                 passed_over.append(entry)

@@ -17,6 +17,7 @@ from kvpolicy.policy import FORMS
 from kvpolicy.settings import SEED, Measurement
 from kvpolicy.study.config import HARDWARE_FORMS, Criterion, Run, Serving
 from kvpolicy.study.progress import bar
+from kvpolicy.trace import upkeep
 
 POLICIES = (
     f"{', '.join(FORMS)}, as for `kvpolicy evaluate`, where the cost model analytic is that of the simulated engine; "
@@ -117,8 +118,21 @@ def report(
     return kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed)
 
 
+def compact(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders of traces.")],
+) -> None:
+    """Merge the part files of traces into few, also of a trace that a server is writing."""
+    for folder in traces:
+        before, after = upkeep.compact(folder)
+        typer.echo(
+            f"{folder}: {before.files:,} files, {before.bytes / 1e6:,.1f} MB -> {after.files:,} files, "
+            f"{after.bytes / 1e6:,.1f} MB"
+        )
+
+
 def add_to(app: typer.Typer) -> None:
     for function in (simulate, recommend):
         app.command()(command(function, "File for the figures."))
     app.command(context_settings=SERVER_FLAGS)(command(characterize))
     app.command()(command(report, "File for the findings."))
+    app.command()(compact)

@@ -16,6 +16,11 @@ WINDOW_TOKENS = 2048
 STARTS = (0, *(2**power for power in range(7)))
 """Windows in front of the block at which prices are evaluated; in between they are linear, beyond them they rise as
 between the last two."""
+SAMPLED_AT = tuple(2**power - 1 for power in range(18))
+"""Indices of blocks whose prices stand for all, where prices are handed on."""
+RENEWED_STEPS = 256
+"""Steps for which prices, and which lengths are worth storing, are remembered: predictions change with the batch and by
+what is learned."""
 Predict = Callable[[Preemption, Sequence[Option]], Sequence[Cost]]
 """Gives one cost per option, as a cost model's ``predict`` does, or none at all."""
 
@@ -51,7 +56,21 @@ def block_price(
         prices.append((two - one) / window)
 
     shift = (3 * window - 1) / 2  # the second window is what is priced; this is the mean index of its blocks
-    places = [place + shift for place in at]
+    return _linear([place + shift for place in at], prices)
+
+
+def sampled(price: Callable[[int], float]) -> tuple[float, ...]:
+    """Prices at :data:`SAMPLED_AT`, from which :func:`interpolated` makes the others."""
+    return tuple(map(price, SAMPLED_AT))
+
+
+def interpolated(prices: Sequence[float]) -> Callable[[int], float]:
+    """Seconds saved by a block, by its index, from what :func:`sampled` gave: linear in between, and beyond."""
+    return _linear(SAMPLED_AT, prices)
+
+
+def _linear(places: Sequence[float], prices: Sequence[float]) -> Callable[[int], float]:
+    """At least 0, linear between the places and beyond them."""
 
     def price(index: int) -> float:
         right = min(max(1, bisect_right(places, index)), len(places) - 1)

@@ -5,7 +5,6 @@ Users can edit the file, so every field is checked when it is read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.resources.abc import Traversable
 from math import isfinite
@@ -20,7 +19,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
-from kvpolicy.stored_values import FieldMissing, value_at
+from kvpolicy.stored_values import FieldMissing, json_of, value_at
 
 CARD = "model.json"
 SCHEMA_VERSION = 3
@@ -262,12 +261,16 @@ SHOWN = 24
 
 
 def loads(text: str) -> Any:
-    """Like ``json.loads``, with its errors; raises InputError for any NaN, infinite or too large number.
+    """The value of a JSON text. Raises InputError where it is none, and for any NaN, infinite or too large number.
 
     The error names the field by its dotted path.
     """
-    value = json.loads(text)
-    for field, number in _numbers(value, ""):
+    value = json_of(text)
+    try:
+        numbers = list(_numbers(value, ""))
+    except RecursionError:
+        raise InputError("is nested too deeply to be read") from None
+    for field, number in numbers:
         if isinstance(number, float) and not isfinite(number):
             raise InputError(f"field {field} is {number!r}, which is no number")
         if abs(number) > MAX_INTEGER and isinstance(number, int):

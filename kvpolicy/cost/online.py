@@ -32,6 +32,7 @@ from typing import Any, Literal
 from kvpolicy.cost.card import loads
 from kvpolicy.cost.kernel import times_exp
 from kvpolicy.cost.model import ModelError
+from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Cost, Kind, Option
 from kvpolicy.regression.conformal import CONFIDENCE
 
@@ -306,7 +307,8 @@ def save(online: Online, model_digest: str, path: Path) -> None:
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w") as sink:
+    scratch.unlink(missing_ok=True)
+    with os.fdopen(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "w") as sink:
         sink.write(json.dumps(card, allow_nan=False) + "\n")
         sink.flush()
         os.fsync(sink.fileno())
@@ -353,10 +355,18 @@ def _was_state(path: Path) -> bool:
     return first_bytes == FIRST_BYTES or not first_bytes.strip(b"\0")
 
 
+MAX_STATE_BYTES = 1 << 24
+"""Of a state file, which has some hundred kilobytes at most."""
+
+
 def _read(path: Path) -> tuple[str, Online]:
     """(digest of the cost model it was learned with, the state)"""
     try:
-        card = loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as source:
+            content = source.read(MAX_STATE_BYTES + 1)
+        if len(content) > MAX_STATE_BYTES:
+            raise InputError(f"is larger than {MAX_STATE_BYTES:,} bytes")
+        card = loads(content.decode("utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as a state learned online: {error}") from error
     if not isinstance(card, dict) or card.get("schema_version") != SCHEMA_VERSION:

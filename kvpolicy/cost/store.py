@@ -24,7 +24,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.shelf import shelves
-from kvpolicy.stored_values import value_at
+from kvpolicy.stored_values import MAX_JSON_BYTES, value_at
 
 
 def load(name_or_folder: str | Path) -> FittedModel:
@@ -172,8 +172,15 @@ def _find(name_or_folder: str | Path) -> Traversable:
 
 
 def _read(file: Traversable) -> str:
+    """The text of one of the model's files. Raises ModelError, also for one that is not in its folder."""
+    if isinstance(file, Path) and file.is_symlink() and file.resolve().parent != file.parent.resolve():
+        raise ModelError(f"{file}: is a link out of the model's folder; a model holds its files itself")
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:
+            content = opened.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise ModelError(f"{file}: is larger than {MAX_JSON_BYTES:,} bytes, which no cost model is")
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error
 

@@ -303,11 +303,12 @@ def _refuse_served(name: str, row: Row, source: str) -> None:
 def _spans(trace: Trace, spans: dict[str, tuple[float, float, float]]) -> dict[tuple[str, int], float]:
     """When each step began. Adds each core's begin, end and seconds in steps to ``spans``."""
     starts_s: dict[tuple[str, int], float] = {}
-    for row in trace.rows("steps", ("core", "step", "start_s", "duration_s")):
+    weights = trace.step_weights().to_pylist()
+    for row, weight in zip(trace.rows("steps", ("core", "step", "start_s", "duration_s")), weights, strict=True):
         core, begin_s = row["core"], row["start_s"]
         end_s = begin_s + row["duration_s"]
         first_s, last_s, busy_s = spans.get(core, (begin_s, end_s, 0.0))
-        spans[core] = min(first_s, begin_s), max(last_s, end_s), busy_s + row["duration_s"]
+        spans[core] = min(first_s, begin_s), max(last_s, end_s), busy_s + weight * row["duration_s"]
         starts_s[core, row["step"]] = begin_s
     return starts_s
 

@@ -25,7 +25,7 @@ from math import copysign, floor, inf, isinf, log
 from typing import Any, NamedTuple
 
 from kvpolicy.code_digest import digest_of, is_from_library, label_of
-from kvpolicy.request_marks import DEFAULT_CLASS
+from kvpolicy.request_marks import DEFAULT_CLASS, NO_HINTS, Hints
 
 MAX_SHOWN = 32
 """Running requests that an order which chooses among them is shown."""
@@ -60,6 +60,8 @@ class Progress:
     """Class of service that it belongs to."""
     cools_until_s: float = -inf
     """Until then it may not be displaced, as it has just come back."""
+    hints: Hints = NO_HINTS
+    """What it says of its KV: for how long its window will be of use, and whether it ends a session."""
 
 
 class Rank(NamedTuple):

@@ -5,13 +5,13 @@ Called by :mod:`kvpolicy.reporting.pipeline`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import matplotlib
+from jinja2 import TemplateError
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,6 +19,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.reporting.figures import COLOURS, INK, LEARNED, MUTED, STYLE, legend, mean_and_half, new_figure, write
 from kvpolicy.reporting.page import inline, templates
 from kvpolicy.stats import student_ratio
+from kvpolicy.stored_values import read_json
 from kvpolicy.version import __version__
 
 LINES = (INK, COLOURS["swap"], LEARNED, COLOURS["recompute"], MUTED)
@@ -60,15 +61,24 @@ Run = Mapping[str, Any]
 def write_page(results_file: Path, out: Path, figures: Path | None) -> tuple[Path, ...]:
     """Write the page of a bench; ``figures``: a folder for each figure as SVG and PNG. Raises InputError."""
     try:
-        results = json.loads(results_file.read_text())
-        runs = results["runs"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{results_file}: is not what `kvpolicy bench` writes: {error}") from error
-    if not runs:
-        raise InputError(f"{results_file}: has no run")
-    with matplotlib.rc_context(STYLE):
-        drawings = dict(_drawings(results))
-    page = (
+        results = read_json(results_file)
+        if not results["runs"]:
+            raise InputError("has no run")
+        with matplotlib.rc_context(STYLE):
+            drawings = dict(_drawings(results))
+        page = _rendered(results, drawings)
+    # What the file should be is not written down field by field: a bench wrote it.
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, TemplateError) as error:
+        raise InputError(f"{results_file}: is not what `kvpolicy bench` writes: {error!r}") from error
+    out.write_text(page, encoding="utf-8")
+    if figures is None:
+        return ()
+    figures.mkdir(parents=True, exist_ok=True)
+    return tuple(path for name, (_, figure) in drawings.items() for path in write(figure, figures, name))
+
+
+def _rendered(results: Run, drawings: Mapping[str, tuple[str, Figure]]) -> str:
+    return str(
         templates()
         .get_template("bench.html.j2")
         .render(
@@ -80,15 +90,12 @@ def write_page(results_file: Path, out: Path, figures: Path | None) -> tuple[Pat
             table=_table(results),
             ratios=list(_ratios(results)),
             tokens=_tokens(results),
-            errors=[f"{run['arm']}: {count} x {why}" for run in runs for why, count in run["errors"].items()],
+            errors=[
+                f"{run['arm']}: {count} x {why}" for run in results["runs"] for why, count in run["errors"].items()
+            ],
             version=__version__,
         )
     )
-    out.write_text(page, encoding="utf-8")
-    if figures is None:
-        return ()
-    figures.mkdir(parents=True, exist_ok=True)
-    return tuple(path for name, (_, figure) in drawings.items() for path in write(figure, figures, name))
 
 
 def _value(run: Run, figure: str) -> float | None:

@@ -5,13 +5,13 @@ Called by :mod:`kvpolicy.reporting.pipeline`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import matplotlib
+from jinja2 import TemplateError
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -19,6 +19,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.headroom import share_text
 from kvpolicy.reporting.figures import COLOURS, INK, LEARNED, MUTED, STYLE, new_figure, write
 from kvpolicy.reporting.page import inline, templates
+from kvpolicy.stored_values import read_json
 from kvpolicy.version import __version__
 
 MARKS: Sequence[tuple[str, str]] = ((MUTED, "s"), (COLOURS["swap"], "o"), (LEARNED, "D"))
@@ -44,7 +45,7 @@ Results = Mapping[str, Any]
 def write_page(results_file: Path, out: Path, figures: Path | None) -> tuple[Path, ...]:
     """Write the page of a demo; ``figures``: a folder for each figure as SVG and PNG. Raises InputError."""
     try:
-        results = json.loads(results_file.read_text())
+        results = read_json(results_file)
         scenarios = {name: _scenario(one) for name, one in results["scenarios"].items()}
         headline, bound = [_headline(one) for one in results["headline"]], results["bound"]
         with matplotlib.rc_context(STYLE):
@@ -67,7 +68,7 @@ def write_page(results_file: Path, out: Path, figures: Path | None) -> tuple[Pat
                 version=__version__,
             )
         )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, TemplateError) as error:
         raise InputError(f"{results_file}: is not what `kvpolicy demo` writes: {error!r}") from error
     out.write_text(page, encoding="utf-8")
     if figures is None:

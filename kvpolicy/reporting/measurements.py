@@ -221,6 +221,7 @@ class _ServedRuns:
         self._trace = trace
         self._outcomes = outcomes
         self._decisions = _by_core(decisions)
+        trace.refuse_sampled("a report of served runs")
         self._steps = _by_core(trace.rows("steps", STEPS))
         self._transfers = _by_core(trace.rows("transfers", ("core", "preemption_id", "direction", "bytes", "end_s")))
         self._requests = _by_core(trace.rows("requests", ("core", "arrival_s")))

@@ -6,16 +6,17 @@ look-ups, which multiply nothing, and the head, which a prefill applies to its l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy.shape import recurrent
 from kvpolicy.shape.layers import Attention, Config, ConfigError, Mlp, attentions_of, mlps_of, number, text_of
 from kvpolicy.shape.precision import FLOAT_BITS, Precision, precision_of
 from kvpolicy.shape.refusals import refuse_uncounted
+from kvpolicy.stored_values import read_json
 
 TIED_UNLESS_SAID = frozenset(
     {"bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt"}
@@ -71,8 +72,8 @@ class ModelShape:
         """Read a config.json, or the one in a model folder. Raises ConfigError naming file and field."""
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            config = read_json(file)
+        except (OSError, InputError) as error:
             raise ConfigError(f"{file}: not a readable config.json: {error}") from error
         if not isinstance(config, dict):
             raise ConfigError(f"{file}: not a readable config.json: holds no object")

@@ -17,6 +17,7 @@ from kvpolicy.latency import NO_SLO, UNKNOWN, ClassSummary, Slo, Tail
 from kvpolicy.order import Fcfs, Order, is_stock
 from kvpolicy.policy import Policy
 from kvpolicy.prefix_hits import NO_HITS, PrefixHits
+from kvpolicy.request_marks import HintLimits
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
 
@@ -100,6 +101,8 @@ class LowerTiers:
     """Seconds that every read and every write takes besides."""
     file_queue_blocks: int = 1024
     """Blocks whose write is under way or waits, at most. What leaves host memory beyond them is lost."""
+    hints: HintLimits = HintLimits()
+    """How much of host memory the hints of requests may hold back."""
 
     def __post_init__(self) -> None:
         refuse_non_integer("cache.file_blocks", self.file_blocks, AMOUNT)

@@ -103,14 +103,20 @@ def _marks(file: Path, table: pa.Table) -> list[dict[str, Any]]:
     return marks
 
 
+MAX_CSV_BYTES = 1 << 30
+
+
 def _table(file: Path) -> pa.Table:
     as_text = pyarrow.csv.ConvertOptions(column_types={CLASS: pa.string()})
     try:
+        if file.stat().st_size > MAX_CSV_BYTES:
+            raise RequestsError(f"{file}: is larger than {MAX_CSV_BYTES:,} bytes, which is the most that is read")
         table = pyarrow.csv.read_csv(file, convert_options=as_text)
-    except (pa.ArrowException, OSError) as error:
+        names = table.column_names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise RequestsError(f"{file}: cannot be read: {error}") from error
-    for name in table.column_names:
-        if table.column_names.count(name) > 1:
+    for name in names:
+        if names.count(name) > 1:
             raise RequestsError(f"{file}: column {name} is there twice, should be there once")
     return table
 

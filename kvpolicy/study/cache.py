@@ -84,7 +84,7 @@ class ResultCache:
         simulated again and replaced."""
         try:
             result = json.loads(self._path(digest).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return result if isinstance(result, dict) and result.get("digest") == digest else None
 

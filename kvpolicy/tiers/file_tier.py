@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.caching import KINDS, CachingPolicy
+from kvpolicy.caching import KINDS, ByCost, CachingPolicy
 from kvpolicy.errors import InputError
 from kvpolicy.tiers.base import Chain, Finished, Key, Kind, Pieces, Usage
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
@@ -134,6 +134,12 @@ class FileTier:
         """Digests of the keys of blocks that could be loaded and cannot any more, since the last call."""
         gone, self._gone = self._gone, []
         return gone
+
+    def reprice(self, price: Callable[[int], float]) -> None:
+        """What a block saves, by its position in the prompt, from now on; all save the same before the first call. Only
+        the policy ``cost`` goes by it."""
+        if isinstance(self._policy, ByCost):
+            self._policy.reprice(price)
 
     # ---- the protocol ----
 

@@ -28,6 +28,7 @@ from kvpolicy.tiers.identity import namespace_digest
 LOCK, MANIFEST, WRITING = "lock", "manifest.json", "writing"
 MAX_PROCESSES = 64
 """That have folders for one namespace in one directory at the same time."""
+MAX_MANIFEST_BYTES = 1 << 20
 NOT_OPEN = -1
 READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -138,8 +139,8 @@ class OwnedFolder:
 
         try:
             with open(MANIFEST, "rb", opener=opener) as file:  # closes what is no file
-                return json.loads(file.read())
-        except (OSError, ValueError):
+                return json.loads(file.read(MAX_MANIFEST_BYTES))
+        except (OSError, ValueError, RecursionError):
             return None
 
     def _write_manifest(self, text: bytes) -> None:

@@ -1,5 +1,7 @@
 """Traces: what an engine or a simulator did, as a folder of tables. Entry point for reading and writing them."""
 
+from kvpolicy.trace.header import Header
+from kvpolicy.trace.parts import TraceError
 from kvpolicy.trace.rows import (
     Row,
     decision_row,
@@ -12,14 +14,15 @@ from kvpolicy.trace.rows import (
 )
 from kvpolicy.trace.schemas import SCHEMA_VERSION, SCHEMAS
 from kvpolicy.trace.table import (
-    Header,
     Trace,
-    TraceError,
     core_folders,
     from_rows,
     iter_parts,
+    left_out_before,
     read,
     read_part,
+    scan,
+    weights_of,
     with_core,
     write_part,
 )
@@ -36,12 +39,15 @@ __all__ = [
     "displacement_row",
     "from_rows",
     "iter_parts",
+    "left_out_before",
     "outcome_row",
     "read",
     "read_part",
     "request_row",
+    "scan",
     "step_row",
     "transfer_row",
+    "weights_of",
     "window_row",
     "with_core",
     "write_part",

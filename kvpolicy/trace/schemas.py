@@ -35,8 +35,12 @@ LATER_FIELDS = {("decisions", "costs"): ("victim_delay_s",)}
 LATER_COLUMNS = {"decisions": {"hit_blocks": "shared_blocks", "save_blocks": "held_blocks"}}
 """Columns that older traces of the same schema version lack, by table. Each is read as the column after it, which is
 what it would have held when it was recorded. A table that lacks only some of them is damaged."""
-ABSENT_COLUMNS = {"requests": ("class", "priority", "ttft_deadline_s", "tpot_deadline_s")}
-"""Columns that a table may lack, as in older traces. They are not filled in, so that such a trace keeps its digest."""
+ABSENT_COLUMNS = {
+    "requests": ("class", "priority", "ttft_deadline_s", "tpot_deadline_s"),
+    "steps": ("weight", "left_out"),
+}
+"""Columns that a table may lack, as in older traces, and where all steps were recorded. They are not filled in, so that
+such a trace keeps its digest."""
 EMPTY_COLUMNS = {"decisions": ("absence_tokens", "hashed_tokens", "hit_tokens")}
 """Columns that older traces of the same schema version lack, by table; they are read as empty. A trace in which one is
 empty throughout has the digest that it would have without it."""
@@ -94,7 +98,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         optional=("engine_s", "others_delay_s"),
     ),
     # One row per executed engine step. `repeated` holds, per preemption, the part of the step's composition that
-    # recomputes tokens its victim had already computed.
+    # recomputes tokens its victim had already computed. Where steps were sampled, a row stands for `weight` steps, and
+    # `left_out` steps right before it have no row.
     "steps": _columns(
         step=_INT,
         start_s=_REAL,
@@ -113,7 +118,9 @@ SCHEMAS: dict[str, pa.Schema] = {
         saves=_INT,
         loads=_INT,
         repeated=pa.list_(_REPEATED),
-        optional=("device_s",),
+        weight=_REAL,
+        left_out=_INT,
+        optional=("device_s", *ABSENT_COLUMNS["steps"]),
     ),
     "transfers": _columns(
         preemption_id=_TEXT,

@@ -16,8 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,155 +27,28 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvpolicy import shelf
-from kvpolicy.errors import KVPolicyError
-from kvpolicy.extensions import names_module
 from kvpolicy.fields import refuse_no_paths
-from kvpolicy.hardware import EngineSpec
-from kvpolicy.hardware.link import header_link
 from kvpolicy.trace.digest import row_texts
+from kvpolicy.trace.header import LATER_NAMES, Header
+from kvpolicy.trace.parts import (
+    Part,
+    TraceError,
+    make_folder,
+    open_private,
+    opened,
+    parquet_options,
+    part_path,
+    parts_of,
+    refuse_links,
+)
 from kvpolicy.trace.schemas import (
     ABSENT_COLUMNS,
     ALLOWED_WORDS,
     EMPTY_COLUMNS,
     LATER_COLUMNS,
     LATER_FIELDS,
-    SCHEMA_VERSION,
     SCHEMAS,
 )
-
-LATER_NAMES = ("order", "order_digest")
-"""Fields that headers of older versions lack. A header without them has the digest that it had then."""
-
-
-class TraceError(KVPolicyError):
-    """A trace is invalid; the message names the file and the expected value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Engine, machine and settings that one engine core's part of a trace was recorded on."""
-
-    run_id: str
-    source: str
-    """``profile``, ``production`` or ``simulation``."""
-    created: str
-    """ISO 8601, UTC."""
-    engine: str
-    """Engine and version, as ``vllm 0.32.0``."""
-    hardware: Mapping[str, Any]
-    """See :func:`kvpolicy.hardware.describe`."""
-    geometry: Mapping[str, Any]
-    """See :class:`kvpolicy.hardware.Geometry`."""
-    block_size: int
-    block_bytes: int
-    device_blocks: int
-    host_blocks: int
-    policy: str
-    link: Mapping[str, Any] = field(default_factory=lambda: header_link(None))
-    """``{"kind": "native"}`` or ``{"kind": "simulated", "bytes_per_s": ..., "latency_s": ...}``."""
-    seed: int = 0
-    noise: Mapping[str, Any] = field(default_factory=dict)
-    """Profiles only: variation of identical undisturbed windows, and how it was handled."""
-    notes: str = ""
-    token_budget: int | None = None
-    """Maximum tokens of a step (``max_num_batched_tokens``); None in headers of versions that did not record it."""
-    draw_seed: int | None = None
-    """Seed of the policy's random draws in this engine core; None if nothing was drawn or it was not recorded."""
-    order: str | None = None
-    """Label of the order of service; None in headers of versions that did not record it."""
-    order_digest: str | None = None
-    """See :attr:`kvpolicy.order.Order.digest`; None as above."""
-    schema_version: int = SCHEMA_VERSION
-
-    @classmethod
-    def recorded_on(
-        cls,
-        spec: EngineSpec,
-        *,
-        run_id: str,
-        source: str,
-        created: str,
-        engine: str,
-        device_blocks: int,
-        host_blocks: int,
-        policy: str,
-    ) -> Header:
-        """A header with the required fields; set the others with ``replace``.
-
-        Raises TraceError for an engine without ``block_bytes``.
-        """
-        if spec.block_bytes is None:
-            raise TraceError(f"header of {run_id}: the engine's block_bytes are missing")
-        return cls(
-            run_id=run_id,
-            source=source,
-            created=created,
-            engine=engine,
-            hardware=dict(spec.hardware),
-            geometry=dict(spec.geometry),
-            block_size=spec.block_size,
-            block_bytes=spec.block_bytes,
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
-            policy=policy,
-            link=dict(spec.link or header_link(None)),
-            token_budget=spec.token_budget,
-        )
-
-    @property
-    def engine_spec(self) -> EngineSpec:
-        """The engine that a cost model is checked against."""
-        return EngineSpec(
-            self.block_size,
-            self.token_budget,
-            pinned=None,  # in the rows of table transfers
-            block_bytes=self.block_bytes,
-            geometry=self.geometry,
-            hardware=self.hardware,
-            link=self.link,
-        )
-
-    def write(self, core: Path) -> None:
-        core.mkdir(parents=True, exist_ok=True)
-        scratch = core / f".header.{os.getpid()}"
-        scratch.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
-        scratch.replace(core / "header.json")
-
-    @classmethod
-    def read(cls, path: Path) -> Header:
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise TraceError(f"{path}: not a readable trace header: {error}") from error
-        if not isinstance(values, dict) or "schema_version" not in values:
-            raise TraceError(f"{path}: field schema_version is missing: not a kvpolicy trace header")
-        if values["schema_version"] != SCHEMA_VERSION:
-            version = values["schema_version"]
-            raise TraceError(f"{path}: schema_version is {version}, this kvpolicy reads {SCHEMA_VERSION}")
-        names = {f.name for f in fields(cls)}
-        missing = sorted(names - values.keys() - {"token_budget", "draw_seed", *LATER_NAMES})
-        if missing:
-            raise TraceError(f"{path}: field {missing[0]} is missing")
-        for name in ("block_size", "block_bytes"):
-            if type(values[name]) is not int or values[name] < 1:
-                raise TraceError(f"{path}: field {name} is {values[name]!r}, should be a whole number above 0")
-        for name, subfield in (("link", "kind"), ("hardware", "device")):
-            if not isinstance(values[name], dict) or subfield not in values[name]:
-                raise TraceError(f"{path}: field {name}.{subfield} is missing")
-        if not isinstance(values["policy"], str) or names_module(values["policy"]):
-            raise TraceError(
-                f"{path}: field policy is {values['policy']!r}, should be a policy's name, and never a module to run"
-            )
-        budget = values.setdefault("token_budget", None)
-        if budget is not None and (type(budget) is not int or budget < 1):
-            raise TraceError(f"{path}: field token_budget is {budget!r}, should be a whole number above 0, or null")
-        draw_seed = values.setdefault("draw_seed", None)
-        if draw_seed is not None and type(draw_seed) is not int:
-            raise TraceError(f"{path}: field draw_seed is {draw_seed!r}, should be a whole number, or null")
-        for name in LATER_NAMES:
-            if not isinstance(values.setdefault(name, None), str | None):
-                raise TraceError(f"{path}: field {name} is {values[name]!r}, should be a text, or null")
-        return cls(**{name: values[name] for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +70,19 @@ class Trace:
         table = self.table(name)
         rows: list[dict[str, Any]] = (table if columns is None else table.select(list(columns))).to_pylist()
         return rows
+
+    def step_weights(self) -> pa.ChunkedArray:
+        """How many steps each row of ``steps`` stands for: 1, or more where a server recorded a share of them."""
+        return weights_of(self.table("steps"))
+
+    def refuse_sampled(self, what: str) -> None:
+        """Raise TraceError where only a share of the steps was recorded. ``what`` needs all of them."""
+        steps = self.table("steps")
+        if "weight" in steps.column_names and (pc.max(self.step_weights()).as_py() or 1) > 1:
+            raise TraceError(
+                f"table steps: {what} needs every step, and the server recorded a share of them: record with "
+                "--trace-steps 1"
+            )
 
     def digest(self) -> str:
         """SHA-256 over headers and tables, independent of the split into part files."""
@@ -226,6 +112,20 @@ class Trace:
                 core_table = table.filter(pc.equal(table["core"], core)).drop_columns(["core"])
                 if core_table.num_rows:
                     write_part(folder / core, name, 0, core_table)
+
+
+def weights_of(steps: pa.Table) -> pa.ChunkedArray:
+    """How many steps each row stands for."""
+    if "weight" in steps.column_names:
+        return pc.fill_null(steps["weight"], 1.0)
+    return pa.chunked_array([pa.repeat(pa.scalar(1.0), steps.num_rows)])
+
+
+def left_out_before(steps: pa.Table) -> pa.ChunkedArray:
+    """How many steps right before each row were left out."""
+    if "left_out" in steps.column_names:
+        return pc.fill_null(steps["left_out"], 0)
+    return pa.chunked_array([pa.repeat(pa.scalar(0, pa.int64()), steps.num_rows)])
 
 
 def with_core(table: pa.Table, core: str) -> pa.Table:
@@ -265,12 +165,13 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
 
 
 def write_part(core: Path, name: str, number: int, table: pa.Table) -> Path:
-    """Write one part file, renamed into place when it is complete."""
+    """Write one part file, for its owner alone, renamed into place when it is complete."""
     folder = core / name
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"part-{number:06d}.parquet"
+    make_folder(folder)
+    path = part_path(folder, number)
     scratch = folder / f".part-{number:06d}.{os.getpid()}"
-    pq.write_table(table, scratch, compression="zstd")
+    with open_private(scratch) as file:
+        pq.write_table(table, file, **parquet_options(table.schema))
     scratch.replace(path)
     return path
 
@@ -287,28 +188,144 @@ def core_folders(folder: Path) -> list[Path]:
     cores = sorted(path.parent for path in folder.glob("*/header.json"))
     if not cores:
         raise TraceError(f"{folder}: no */header.json inside: not a kvpolicy trace")
-    for table in sorted(folder.glob("*/*/part-*.parquet")):
-        if table.parent.parent not in cores and table.parent.name in SCHEMAS:
-            raise TraceError(
-                f"{table.parent.parent}: holds {table.parent.name} but no header.json; it was lost or moved"
-            )
+    for core in sorted(path for path in folder.iterdir() if path.is_dir() and path not in cores):
+        for name in SCHEMAS:
+            if any((core / name).glob("part-*.parquet")):
+                raise TraceError(f"{core}: holds {name} but no header.json; it was lost or moved")
+    for core in cores:
+        refuse_links(core, core / "header.json", *(core / name for name in SCHEMAS))
     return cores
 
 
-def iter_parts(core: Path, name: str) -> Iterator[pa.Table]:
-    """The checked part files of one core's table, in order."""
-    for path in sorted((core / name).glob("part-*.parquet")):
-        yield read_part(path, name)
+MAX_RELISTS = 100
 
 
-def read_part(path: Path, name: str) -> pa.Table:
-    """One part file, checked against the schema of table ``name``."""
+def iter_parts(core: Path, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """The checked part files of one core's table, in order; only some columns of them, where ``columns`` are given.
+
+    The trace may be written to and merged meanwhile.
+    """
+    for path, file, seen in open_parts(core, name, columns):
+        yield _read(path, file, name, columns).slice(seen)
+
+
+def open_parts(core: Path, name: str, columns: Sequence[str] | None) -> Iterator[tuple[Path, pq.ParquetFile, int]]:
+    """The part files of one core's table, open, in order; and how many of the first rows of each were given already.
+
+    That is so where a merge has taken away parts that were given, and what it made of them holds others, too.
+    """
+    given: list[tuple[Part, int]] = []
+    for _ in range(MAX_RELISTS):
+        for part in parts_of(core / name):
+            if given and part.last <= given[-1][0].last:
+                continue
+            try:
+                file = opened(part.path, columns)
+            except FileNotFoundError:
+                break
+            seen = sum(rows for earlier, rows in given if earlier.first >= part.first)
+            given.append((part, file.metadata.num_rows - seen))
+            yield part.path, file, seen
+        else:
+            return
+    raise TraceError(f"{core / name}: its part files vanish faster than they are read")
+
+
+def read_part(path: Path, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """One part file, checked against the schema of table ``name``; only some of its columns, where they are given.
+
+    Raises FileNotFoundError where it is gone.
+    """
+    return _read(path, opened(path, columns), name, columns)
+
+
+def _read(
+    path: Path, file: pq.ParquetFile, name: str, columns: Sequence[str] | None, group: int | None = None
+) -> pa.Table:
     try:
-        table = pq.read_table(path, partitioning=None)
-    except (OSError, pa.ArrowException) as error:
+        present = None if columns is None else [one for one in file.schema_arrow.names if one in columns]
+        table = file.read(present) if group is None else file.read_row_group(group, present)
+        names = set(table.column_names)  # which may be no text
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
-    table = _with_empty_columns(_with_later_columns(table, name), name)
-    known = [column for column in SCHEMAS[name].names if not _may_lack(table, name, column)]
+    if len(names) < table.num_columns:
+        raise TraceError(f"{path}: has a column twice: {', '.join(table.column_names)}")
+    return checked(table, path, name, columns)
+
+
+TIMES = {
+    "decisions": "time_s", "outcomes": "closed_s", "steps": "start_s", "transfers": "start_s", "requests": "arrival_s",
+    "displacements": "time_s",
+}  # fmt: skip
+"""The column by which :func:`scan` takes a part of a table."""
+
+
+def scan(
+    folder: Path | str,
+    name: str,
+    columns: Sequence[str] | None = None,
+    between_s: tuple[float, float] | None = None,
+    preemptions: Collection[str] | None = None,
+) -> Iterator[pa.Table]:
+    """Rows of one table of a trace of any length, a row group at a time, which is all that is in memory.
+
+    ``columns``: the only ones to read; ``between_s``: of rows whose time (:data:`TIMES`) is in it, on the engine's own
+    clock; ``preemptions``: of rows of these. Row groups in which there is none are not read. Each table has a column
+    ``core``. Raises as :func:`read`; KeyError for a table without times, or without preemptions, where these are asked
+    for.
+    """
+    time = None if between_s is None else TIMES[name]
+    if preemptions is not None and "preemption_id" not in SCHEMAS[name].names:
+        raise KeyError(f"table {name} has no preemption_id")
+    needed = None
+    if columns is not None:
+        extra = [*([time] if time else []), *(["preemption_id"] if preemptions is not None else [])]
+        needed = list(dict.fromkeys([*columns, *extra]))
+    ids = None if preemptions is None else sorted(preemptions)
+    for core in core_folders(Path(folder)):
+        for path, file, seen in open_parts(core, name, needed):
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                skip, seen = min(seen, rows), seen - min(seen, rows)
+                if skip == rows or not _may_hold(file.metadata.row_group(group), time, between_s, ids):
+                    continue
+                table = _read(path, file, name, needed, group).slice(skip)
+                if time is not None and between_s is not None:
+                    inside = pc.and_(
+                        pc.greater_equal(table[time], between_s[0]), pc.less_equal(table[time], between_s[1])
+                    )
+                    table = table.filter(pc.fill_null(inside, False))
+                if ids is not None:
+                    table = table.filter(pc.is_in(table["preemption_id"], pa.array(ids, pa.string())))
+                if table.num_rows:
+                    yield with_core(table if columns is None else table.select(list(columns)), core.name)
+
+
+def _may_hold(
+    group: pq.RowGroupMetaData, time: str | None, between_s: tuple[float, float] | None, ids: Sequence[str] | None
+) -> bool:
+    """Whether a row group may hold a wanted row, by the lowest and highest values that its footer tells."""
+    for index in range(group.num_columns):
+        column = group.column(index)
+        wanted: Any = between_s if column.path_in_schema == time else None
+        if column.path_in_schema == "preemption_id" and ids is not None:
+            wanted = (ids[0], ids[-1]) if ids else None
+        statistics = column.statistics if wanted is not None else None
+        if wanted is None or statistics is None or not statistics.has_min_max:
+            continue
+        if statistics.max < wanted[0] or statistics.min > wanted[1]:
+            return False
+    return True
+
+
+def checked(table: pa.Table, path: Path, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """Rows of a part file, with the columns that older traces lack. Raises TraceError for what does not fit."""
+    table = _with_empty_columns(_with_later_columns(table, name), name) if columns is None else table
+    known = [
+        column
+        for column in SCHEMAS[name].names
+        if not _may_lack(table, name, column) and (columns is None or column in columns)
+    ]
     for column in map(SCHEMAS[name].field, known):
         if column.name not in table.column_names:
             raise TraceError(f"{path}: column {column.name} is missing; {name} needs it as {column.type}")
@@ -316,7 +333,7 @@ def read_part(path: Path, name: str) -> pa.Table:
         found_type = table.schema.field(column.name).type
         if found_type != column.type and not _same_shape(found_type, column.type):
             raise TraceError(f"{path}: column {column.name} is {found_type}, should be {column.type}")
-    _refuse_bad_values(str(path), name, table)
+    _refuse_bad_values(str(path), name, table, known)
     unknown = [column for column in table.column_names if column not in known]
     return table.select([*known, *unknown])
 
@@ -372,9 +389,9 @@ def _same_shape(found_type: pa.DataType, wanted_type: pa.DataType) -> bool:
     return False
 
 
-def _refuse_bad_values(where: str, name: str, table: pa.Table) -> None:
+def _refuse_bad_values(where: str, name: str, table: pa.Table, columns: Sequence[str] | None = None) -> None:
     for column in SCHEMAS[name]:
-        if _may_lack(table, name, column.name):
+        if _may_lack(table, name, column.name) or (columns is not None and column.name not in columns):
             continue
         values = table[column.name]
         if not column.nullable and values.null_count:

@@ -100,12 +100,18 @@ def chunks(path: Path, size: int) -> Iterator[bytes]:
             raise DamagedFile(f"{path}: cannot be read on: {error}") from error
 
 
+MAX_LINE_BYTES = 1 << 26
+"""Of one line: a session of an agent has some megabytes. A small gzip file may hold a line that fills the memory."""
+
+
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Number (from 1) and text of each line that is not blank. Raises :class:`DamagedFile` where gzip breaks off."""
     number = 0
     with open_bytes(path) as stream:
         try:
-            for number, raw in enumerate(stream, 1):
+            for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), 1):
+                if len(raw) > MAX_LINE_BYTES:
+                    raise DamagedFile(f"{path}, line {number}: does not end within {MAX_LINE_BYTES:,} bytes")
                 # Invalid UTF-8 becomes a character that no number contains, so that the field's parser refuses the row.
                 text = raw.decode("utf-8", errors="replace").strip()
                 text = text.removeprefix("\ufeff") if number == 1 else text
@@ -121,7 +127,7 @@ def cells(line: str) -> list[str]:
         return line.split(",")
     try:
         return next(csv.reader([line], strict=True))
-    except csv.Error as error:
+    except (csv.Error, StopIteration) as error:
         raise DamagedRow(f"not a CSV row: {error}") from error
 
 

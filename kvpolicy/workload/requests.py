@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from numbers import Integral, Real
 from typing import Protocol
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.request_marks import DEFAULT_CLASS
+from kvpolicy.request_marks import DEFAULT_CLASS, NO_HINTS, Hints
 
 MARKS: Mapping[str, str] = {
     "class": "class_name",
@@ -65,6 +65,8 @@ class Request:
     """Deadline: mean seconds per output token after the first; None: it has none."""
     loop: ClosedLoop | None = None
     """Closed loop in which it waits for a free place, from ``arrival_s`` on; None: it waits for none."""
+    hints: Hints = field(default=NO_HINTS, repr=False)
+    """What it says of its KV, as a server grants it. A session here is that of the hint."""
 
     @property
     def total_tokens(self) -> int:
@@ -84,6 +86,8 @@ def _check_marks(where: str, request: Request) -> None:
     for name, seconds in (("ttft_s", request.ttft_s), ("tpot_s", request.tpot_s)):
         if seconds is not None and not (isinstance(seconds, Real) and isfinite(seconds) and seconds > 0):
             raise WorkloadError(f"{where}: {name} is {seconds!r}, should be a number above 0, or None")
+    if not isinstance(request.hints, Hints):
+        raise WorkloadError(f"{where}: hints are {request.hints!r}, should be Hints")
     if request.loop is not None and not isinstance(request.loop, ClosedLoop):
         raise WorkloadError(f"{where}: loop is {request.loop!r}, should be a ClosedLoop, or None")
 
@@ -145,6 +149,8 @@ class Workload:
         sha256 = hashlib.sha256(repr((self.name, self.seed, self.source)).encode())
         for request in self.requests:
             sha256.update(repr(request).encode())
+            if request.hints:
+                sha256.update(repr(request.hints).encode())
         return sha256.hexdigest()
 
     def __iter__(self) -> Iterator[Request]:

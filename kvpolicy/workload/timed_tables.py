@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from kvpolicy.request_marks import HINT_NAMES, Hints, InvalidMarks, read_marks
 from kvpolicy.workload.files import (
     EXACT,
     Care,
@@ -189,16 +190,35 @@ def _bind_azure(places: Mapping[str, int]) -> Parse:
 
 
 def _bind_arrivals(places: Mapping[str, int]) -> Parse:
-    marks = [column for column in MARKS if column in places]
+    marks = [column for column in (*MARKS, *HINT_NAMES) if column in places]
     read = _columns(places, (*ARRIVALS.fields, *marks))
 
     def parse(line: str) -> Row:
         at, prompt, output, *texts = read(line)
         at_s, prompt_tokens = real(at, "arrival_s"), tokens(prompt, "prompt_tokens")
-        told = {MARKS[name]: _mark(text, name) for name, text in zip(marks, texts, strict=True) if text}
+        said = {name: text for name, text in zip(marks, texts, strict=True) if text}
+        told = {MARKS[name]: _mark(text, name) for name, text in said.items() if name in MARKS}
+        if hints := {name: _hint(text, name) for name, text in said.items() if name in HINT_NAMES}:
+            told["hints"] = _hints(hints)
         return Row(at_s, prompt_tokens, tokens(output, "output_tokens"), marks=told)
 
     return parse
+
+
+def _hint(text: str, column: str) -> Any:
+    """What a request says of its KV in one cell, as a client would send it."""
+    if text in ("true", "false") and column != "session":
+        return text == "true"
+    if column == "keep_s":
+        return real(text, column)
+    return int(text) if column == "pin" and text.isdecimal() else text
+
+
+def _hints(said: Mapping[str, Any]) -> Hints:
+    try:
+        return read_marks(dict(said)).hints
+    except InvalidMarks as invalid:
+        raise DamagedRow(f"{', '.join(said)}: {invalid}") from None
 
 
 def _mark(text: str, column: str) -> Any:
@@ -266,7 +286,7 @@ ARRIVALS = Layout(
     bind=_bind_arrivals,
 )
 """The simplest format: CSV, seconds from the workload's start; optional columns say what requests are
-(:data:`~kvpolicy.workload.requests.MARKS`)."""
+(:data:`~kvpolicy.workload.requests.MARKS`) and of their KV (:data:`~kvpolicy.request_marks.HINT_NAMES`)."""
 
 BURSTGPT = Layout(
     "burstgpt",

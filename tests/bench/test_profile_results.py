@@ -59,6 +59,8 @@ def test_what_is_left_out_is_listed_by_state_and_part() -> None:
         "  left out: states not measured at all: b32-001; 5 repeats of measured states; parts not begun: b64-pass1; "
         "the same command goes on with them"
     )
+    (line,) = LeftOut({f"b32-{number:03}": 1 for number in range(40)}).lines(())
+    assert line.startswith("  left out: states not measured at all: b32-000, b32-001, b32-002, and 37 more; the same")
     assert LeftOut().lines({"b32-000"}) == []
     assert LeftOut({}, ("b64-pass1",)).lines(()) == [
         "  left out: parts not begun: b64-pass1; the same command goes on with them"

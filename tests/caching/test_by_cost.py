@@ -122,3 +122,13 @@ def test_newcomers_that_are_worth_less_are_left_out() -> None:
     assert len(policy) == 40
     assert policy.make_room(4, (), once) == []
     assert len(policy.evict(4, ())) == 4
+
+
+def test_a_part_of_a_chain_has_the_places_of_the_whole() -> None:
+    """Blocks that were generated come after the one block before them alone."""
+    policy = ByCost(10, price=lambda position: 1.0 + position)
+    whole = [*range(6)]
+    policy.asked(whole[:3], 0)
+    policy.stored(whole[:3], [0, 1, 2])
+    policy.stored(whole[2:], [1, 2, 3])
+    assert [policy._there[key].position for key in whole] == whole

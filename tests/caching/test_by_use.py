@@ -70,3 +70,14 @@ def test_the_least_frequently_used_goes_and_is_counted_anew_when_it_returns() ->
     policy = Lfu(3)
     assert [serve(policy, chain) for chain in ("a", "a", "b", "b", "c", "d")] == ["", "", "", "", "", "c"]
     assert serve(policy, "c") == "d" and serve(policy, "e") == "c"
+
+
+@pytest.mark.parametrize("kind", [Lru, Lfu])
+@pytest.mark.parametrize("keys", [("b", "a"), ("a", "b")])
+def test_among_equals_the_one_that_was_stored_first_goes_whatever_its_key(
+    kind: type[Lru | Lfu], keys: tuple[str, str]
+) -> None:
+    policy = kind(2)
+    policy.stored((keys[0],), [0])
+    policy.stored((keys[1],), [0])
+    assert policy.evict(1, ()) == [keys[0]]

@@ -10,7 +10,7 @@ import pytest
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
-from kvpolicy.cost.block_price import block_price
+from kvpolicy.cost.block_price import block_price, interpolated, sampled
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.features import features_of
 from kvpolicy.hardware.sheets import device_sheet
@@ -80,3 +80,9 @@ def test_a_model_measured_on_states_prices_blocks_too() -> None:
 def test_without_predictions_all_blocks_save_the_same() -> None:
     price = block_price(lambda situation, options: (), BLOCK, BYTES)
     assert price(0) == price(10**5) == 1.0
+
+
+def test_prices_that_are_handed_on_are_the_same_where_they_are_linear() -> None:
+    price = interpolated(sampled(lambda index: 2.0 + 0.5 * index))
+    assert [price(index) for index in (0, 2, 100, 5000, 200_000)] == [2.0, 3.0, 52.0, 2502.0, 100_002.0]
+    assert interpolated(sampled(lambda index: max(0.0, 10.0 - index)))(300_000) == 0.0, "never below"

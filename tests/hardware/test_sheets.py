@@ -12,7 +12,7 @@ from kvpolicy.hardware.sheets import SheetError, device_sheet, devices, link_she
     [
         ("A100-SXM-80GB", 312e12, 2039e9), ("A100-PCIe-80GB", 312e12, 1935e9), ("A100-SXM-40GB", 312e12, 1555e9),
         ("H100-SXM", 1979e12 / 2, 3350e9), ("H100-PCIe", 1513e12 / 2, 2000e9), ("H200", 1979e12 / 2, 4800e9),
-        ("L40S", 362.05e12, 864e9), ("RTX-4090", 165.2e12, 1008e9),
+        ("L40S", 362.05e12, 864e9), ("RTX-4090", 165.2e12, 1008e9), ("H20", 148e12, 4000e9),
     ],
 )  # fmt: skip
 def test_peaks_are_the_dense_ones(device: str, bf16: float, memory: float) -> None:

@@ -164,3 +164,25 @@ def test_it_is_watched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     while not made.news:
         pass
     assert made.take()[0] is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["python:os:getcwd", "cheapest:python:os:getcwd", "order=python:os:getcwd", "order=mlfq/python:os:getcwd"]
+)
+def test_the_file_never_makes_a_server_import_code(path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+    """Not even where the operator allowed it for the start: who writes the file need not be who started the server."""
+    loaded: list[str] = []
+    made = ControlFile(path, START, lambda name: (loaded.append(name), load_policy(name))[1], load_order)
+    write(path, text)
+    with caplog.at_level(logging.WARNING):
+        made.look()
+    assert made.take() == (None, 1) and not loaded
+    assert "never makes a server import code" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o602])
+def test_a_file_that_others_may_read_or_write_is_refused(path: Path, mode: int) -> None:
+    write(path, "always-swap", mode)
+    made = control(path)
+    made.look()
+    assert made.take() == (None, 1)

@@ -70,6 +70,7 @@ class Rows:
     """What is recorded, by table."""
 
     dropped = 0
+    size = None
 
     def __init__(self) -> None:
         self.closed = self.flushed = 0

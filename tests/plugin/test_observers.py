@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,3 +254,21 @@ def test_what_is_observed_is_told_once_and_bounded(monkeypatch: pytest.MonkeyPat
     assert tally.report() is None
     tally.add("extrapolated")
     assert "observed" not in (tally.report() or {"observed": 1})
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [
+        ("cheapest:/srv/alice/models/mine", "cheapest:mine"),
+        ("cheapest:models/mine/,online=on", "cheapest:mine,online=on"),
+        ("explore:../a b/mine,budget=2%,base=cheapest:/x/other", "explore:mine,budget=2%,base=cheapest:other"),
+        ("mine@0123abcd", "mine@0123abcd"),
+        ("threshold:500", "threshold:500"),
+        ("cheapest:analytic", "cheapest:analytic"),
+    ],
+)
+def test_no_path_of_the_host_is_in_a_label(label: str, shown: str) -> None:
+    counter = MetricsCounter(CopyBook(4, 1, 1), Ledger())
+    policy = SimpleNamespace(label=label, cost_model=SimpleNamespace(digest="abc"))
+    counter.show_policy(policy, 1)
+    assert counter.tally.gauges == {f"cost_model|policy={shown}|digest=abc": 1}

@@ -11,6 +11,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from kvpolicy.caching import ByCost
+from kvpolicy.cost.block_price import sampled
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.tiers import FileTier, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
@@ -142,3 +144,12 @@ def test_what_an_earlier_server_left_is_reported_in_parts(tmp_path: Path, monkey
     assert {*told[0].found, *told[1].found} == {digest_of_key(key) for key in (b"a", b"b", b"c")}
     assert second.reports() == []
     second.close()
+
+
+def test_files_go_by_the_prices_of_the_step(tmp_path: Path) -> None:
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 1 << 20, "cost")
+    files = RankFiles(tier, copier())
+    files.begin(StepJobs(1, file_prices=sampled(lambda index: 2.0 * index)))
+    files.begin(StepJobs(2))
+    assert isinstance(tier._policy, ByCost) and [tier._policy._price(index) for index in (0, 5, 900)] == [0, 10, 1800]
+    files.close()

@@ -126,7 +126,7 @@ class TestTraceRecorder:
     def test_a_request_is_recorded_with_its_priority(self) -> None:
         """Its class and deadlines are unknown to a server. tests/vllm/test_nothing_lost.py has those of an engine."""
         rows: list[tuple[str, dict[str, Any]]] = []
-        writer = SimpleNamespace(dropped=0, add=lambda table, row: rows.append((table, row)))
+        writer = SimpleNamespace(dropped=0, size=None, add=lambda table, row: rows.append((table, row)))
         recorder = TraceRecorder(writer, str.upper, "core", Tally(), lambda request: {"priority": request.priority})
         request = SimpleNamespace(
             request_id="r", num_prompt_tokens=5, num_output_tokens=0, num_preemptions=0, priority=-3,

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from kvpolicy import trace as traces
 from kvpolicy.events import CAUSES, ENDINGS, KINDS, Cost, Decision, Option, Outcome, Preemption, situation_of
 from kvpolicy.hardware import EngineSpec
-from kvpolicy.trace import SCHEMAS, Header, Trace, TraceError, from_rows, read, with_core
+from kvpolicy.trace import SCHEMAS, Trace, TraceError, from_rows, read, with_core
+from kvpolicy.trace.header import Header
 from tests.examples import examples
 from tests.synthetic import make_trace
 

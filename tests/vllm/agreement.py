@@ -6,13 +6,14 @@ import random
 from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvpolicy import order, policy
-from kvpolicy.events import SITUATION_FIELDS
+from kvpolicy.events import CACHE_COPY, SITUATION_FIELDS
+from kvpolicy.request_marks import NO_HINTS, HintLimits, Hints
 from kvpolicy.simulator import ClassSummary, Link, Run, Server, Simulator, Slo, Summary
-from kvpolicy.simulator.base import Scheduling
+from kvpolicy.simulator.base import LowerTiers, Scheduling
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.builtin.engine import Engine as BuiltinEngine
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
@@ -181,6 +182,51 @@ def classed(seed: int, count: int = 60) -> Case:
     return replace(case, work=replace(case.work, requests=made), server=served)
 
 
+def hinted(seed: int, count: int = 60) -> Case:
+    """A case of :func:`cached` whose requests say what of their KV will be of use, served by an order that heeds that
+    in every other case."""
+    case, rng = cached(seed, count), random.Random(f"hinted {seed}")
+    said = (
+        NO_HINTS, Hints(keep_s=0.3), Hints(keep_s=2.0, session="a"), Hints(once=True), Hints(once=True, pin_tokens=48),
+        Hints(pin_tokens=64, keep_s=0.5), Hints(session="a"), Hints(session="a", ended=True), Hints(session="b"),
+    )  # fmt: skip
+    made = tuple(replace(request, hints=rng.choice(said)) for request in case.work)
+    assert case.server.cache is not None
+    limits = rng.choice((HintLimits(), HintLimits(0.5, 0.3, 0.2)))
+    server = replace(case.server, cache=replace(case.server.cache, hints=limits))
+    if seed % 2:
+        server = replace(server, scheduling="fcfs", order=order.load("python:tests.chats_first:ChatsFirst", True))
+    return replace(case, work=replace(case.work, requests=made), server=server)
+
+
+CACHES = ("lru", "cost", "s3fifo", "arc", "lfu")
+
+
+def cached(seed: int, count: int = 60) -> Case:
+    """A case of :func:`drawn` with prefix caching, whose prompts come back, and a cache in host memory of a few of
+    them, by another caching policy in turn."""
+    rng, case = random.Random(f"cached {seed}"), drawn(seed, count)
+    size = rng.choice((7, 16, 32))
+    made = []
+    for request in case.work:
+        head, depth = rng.randint(1, 8), rng.randint(0, 300 // size)
+        made.append(
+            replace(
+                request,
+                prefix=tuple(head * 100 + at for at in range(depth)),
+                prefix_block_tokens=size if depth else 0,
+            )
+        )
+    server = replace(
+        case.server,
+        prefix_caching=True,
+        host_blocks=rng.choice((25, 60, 200)),
+        cache=LowerTiers(CACHES[seed % len(CACHES)]),
+    )
+    policy = rng.choice(("always-swap", "always-swap", "threshold:100", "always-recompute", PRICED))
+    return replace(case, work=replace(case.work, requests=tuple(made)), server=server, policy=policy)
+
+
 PRICED = "python:tests.priced:Priced"
 
 
@@ -343,7 +389,7 @@ def _transfers(told: Account) -> Rows:
     rows = told.rows("transfers")
     for row in rows:
         del row["step"]
-    return sorted(rows, key=lambda row: (row["preemption_id"], row["direction"]))
+    return sorted(rows, key=lambda row: (row["preemption_id"], row["direction"], row["start_s"]))
 
 
 def _summary(told: Account) -> dict[str, Any]:
@@ -352,7 +398,8 @@ def _summary(told: Account) -> dict[str, Any]:
     assert summary.headroom is not None
     to_win = {f"headroom {name}": value for name, value in summary.headroom.to_dict().items()}
     by_class = [_service(told, f"class {name} ") for name, told in summary.classes.items()]
-    return dict(ChainMap(_service(summary), *by_class, to_win, dict(summary.preemptions))) | {
+    found = {f"hits {name}": value for name, value in asdict(summary.prefix_hits).items()}
+    return dict(ChainMap(_service(summary), *by_class, to_win, found, dict(summary.preemptions))) | {
         name: getattr(summary, name) for name in names
     }
 
@@ -375,7 +422,8 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     """Without the name of the engine core, which is in every preemption's id too."""
     by_name = {name: value for name, value in row.items() if name != "core"}
     if "preemption_id" in by_name:
-        by_name["preemption_id"] = int(str(by_name["preemption_id"]).rsplit("-", 1)[1])
+        of = str(by_name["preemption_id"])
+        by_name["preemption_id"] = 0 if of == CACHE_COPY else int(of.rsplit("-", 1)[1])
     return by_name
 
 

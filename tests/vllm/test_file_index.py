@@ -59,9 +59,13 @@ class Servers:
             plugin=harness.plugin("always-swap", **settings), waves=[[*range(len(requests))]], overwrite=True,
         )  # fmt: skip
 
-    def serve(self, name: str, requests: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+    def serve(self, name: str, requests: list[dict[str, Any]], ranks: int = 1, **extra: Any) -> dict[str, Any]:
         """Serve requests in an engine of its own; compare every token; return its counters."""
-        return self.judged(name, harness.run(self.job(requests, **extra), self._folder))
+        work = self.job(requests, **extra)
+        if ranks > 1:
+            work["engine"] = work["engine"] | {"tensor_parallel_size": ranks}
+            work["overwrite"] = False  # workers have the device's memory
+        return self.judged(name, harness.run(work, self._folder, workers=ranks))
 
     def judged(self, name: str, result: dict[str, Any]) -> dict[str, Any]:
         """The counters of an engine that has served these requests, every token of which is compared."""
@@ -103,3 +107,13 @@ def test_damaged_and_lost_files_are_computed(
             os.truncate(path, 4096)
     after = servers.serve("second", second)
     assert counted(after, "load_failed") > 0
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_finds_nothing(
+    model: str, first: list[dict[str, Any]], second: list[dict[str, Any]], stock: dict[str, Any], tmp_path: Path
+) -> None:
+    servers = Servers(model, tmp_path, stock)
+    servers.serve("first", first, ranks=2)
+    after = servers.serve("second", second)
+    assert counted(after, "loaded") == 0 and counted(after, "load_failed") == 0

@@ -20,12 +20,12 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy.caching import Hinted
 from kvpolicy.cost import CostModel
-from kvpolicy.cost.block_price import block_price
+from kvpolicy.cost.block_price import RENEWED_STEPS, SAMPLED_AT, block_price
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.features import features_of
 from kvpolicy.policy import PricedPolicy
 from kvpolicy.settings import GIB
-from kvpolicy_vllm.plugin.prompt_cache import WORTH_STEPS
+from kvpolicy_vllm.plugin.messages import StepJobs
 from tests.vllm import alone, harness
 from tests.vllm.conftest import SCARCE, job
 from tests.vllm.test_faults import BLOCK_BYTES
@@ -344,7 +344,31 @@ def test_prices_are_those_of_the_policy_that_serves_and_of_what_it_has_learned(
     assert step(2) == [expected(0), expected(50), expected(500)] != [0.0, 0.0, 0.0]
     by_cost.cost_model.seconds *= 2
     assert step(3) == steps[1], "predicting takes time"
-    assert step(2 + WORTH_STEPS) == pytest.approx([2 * seconds for seconds in steps[1]])
+    assert step(2 + RENEWED_STEPS) == pytest.approx([2 * seconds for seconds in steps[1]])
+
+
+@pytest.mark.scheduler
+@pytest.mark.parametrize("kind", ["cost", "lru"])
+def test_workers_are_told_the_prices_of_files(
+    kind: str, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of host memory, less what a block takes to get there; no others where their policy has no use for them."""
+    plugin, more = harness.plugin, {"cache": "lru", "cache_files": str(tmp_path), "cache_files_policy": kind}
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr(harness, "plugin", lambda policy, **extra: plugin(policy, **extra | more))
+    served = Served(model)
+    controller = served.controller
+    controller.decider.adopt(PricesTokens(1e-6))
+    monkeypatch.setattr(controller.prompts.files, "read_s", lambda blocks: 3e-6 * blocks)
+
+    def told(number: int) -> tuple[float, ...]:
+        controller.prompts.step_begins(served.scheduler, number, controller.clock)
+        return tuple(controller.prompts.with_files(StepJobs(number)).file_prices)
+
+    first = told(1)
+    in_host_memory = [controller.prompts.prices(index) for index in SAMPLED_AT]
+    assert first == (tuple(pytest.approx(price - 3e-6) for price in in_host_memory) if kind == "cost" else ())
+    assert told(2) == () and told(1 + RENEWED_STEPS) == first
 
 
 @pytest.mark.scheduler

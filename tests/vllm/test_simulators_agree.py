@@ -3,7 +3,7 @@
 Compared are, for every step that computes: scheduled tokens of every request in vLLM's order, composition, running and
 waiting requests, used blocks, victims, saves, loads, tokens computed again and by whose preemption, start and
 duration; for every preemption its whole situation, probabilities, choice, action and reason, and its outcome; every
-copy, every request, and the summary. What may differ, and why:
+copy, every request, and the summary, with what was found of prompts. What may differ, and why:
 
 - The number of steps that compute nothing, and so the numbers of all steps: an engine that waits looks around, and how
   often means nothing.
@@ -17,22 +17,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpolicy.host_store.contents import HostCopy, rank_of
 from kvpolicy.order import load
+from kvpolicy.request_marks import NO_HINTS
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement, harness
 from tests.vllm.agreement import (
+    CACHES,
     Account,
     Case,
     account,
+    cached,
     classed,
     crowded,
     differences,
     displaced,
     drawn,
+    hinted,
     looped,
     ordered,
     priced,
@@ -61,6 +66,10 @@ TIED = (200, 212)
 """Orders that learn, over closed loops in which several arrive and several end at the same time."""
 CLASSED = range(5)
 """Each order that heeds classes or deadlines once."""
+CACHED = range(10)
+"""Each caching policy twice, over large and small host memory, with policies that load all, some and nothing."""
+HINTED = (1, 3, 4, 5)
+"""The order that reads hints serves those with an odd number."""
 CROWDS = range(4)
 """Each combination of prefix caching and asynchronous scheduling once."""
 
@@ -100,6 +109,44 @@ def test_they_agree_where_requests_say_what_they_are(seed: int) -> None:
     rows = builtin.rows("requests")
     assert {row["class"] for row in rows} == {"default", "chat", "batch"}
     assert {row["ttft_deadline_s"] for row in rows} >= {None, 0.02, 0.2, 2.0}
+
+
+@pytest.mark.parametrize("seed", CACHED)
+def test_they_agree_with_a_cache_in_host_memory(seed: int) -> None:
+    """On every hit, load, save and eviction: those that differ change what is found, or how long steps take."""
+    case = cached(seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    hits = builtin.run.summary.prefix_hits
+    assert (hits.host_tokens > 0) == (case.policy != "always-recompute")
+    assert (hits.loaded_tokens > 0) == any(row["direction"] == "load" for row in of_the_cache(builtin))
+
+
+@pytest.mark.parametrize("seed", HINTED)
+def test_they_agree_where_requests_say_what_of_their_kv_will_be_of_use(seed: int) -> None:
+    """In host memory, and served by an order that reads hints: without them something else happens."""
+    case = hinted(seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    silent = [replace(request, hints=NO_HINTS) for request in case.work]
+    assert differences(builtin, account("builtin", replace(case, work=replace(case.work, requests=tuple(silent)))))
+
+
+def of_the_cache(told: Account) -> list[dict[str, Any]]:
+    """Copies that no preempted request needs."""
+    return [row for row in told.rows("transfers") if not row["preemption_id"]]
+
+
+def test_the_cases_with_a_cache_have_what_is_to_be_compared() -> None:
+    """Every caching policy, hits that are loaded and hits that are computed, and contents that give way to others."""
+    cases = [cached(seed, REQUESTS) for seed in CACHED]
+    assert {case.server.cache and case.server.cache.policy for case in cases} == set(CACHES)
+    told = [account("builtin", case) for case in cases]
+    hits = [one.run.summary.prefix_hits for one in told]
+    assert any(one.loaded_tokens for one in hits) and any(one.loaded_tokens < one.host_tokens for one in hits)
+    saved = [sum(row["bytes"] for row in of_the_cache(one) if row["direction"] == "save") for one in told]
+    blocks = [bytes_ // case.server.block_bytes for bytes_, case in zip(saved, cases, strict=True)]
+    assert any(count > 2 * case.server.host_blocks for count, case in zip(blocks, cases, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(2))

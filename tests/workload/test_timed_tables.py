@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpolicy.request_marks import ALL_TOKENS, Hints
 from kvpolicy.workload import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Care, Layout, Request, TimedFile, WorkloadError
 from kvpolicy.workload import files as files_module
 from tests.workload import published_files
@@ -219,6 +220,24 @@ def test_a_trace_larger_than_memory_streams(
         if given_so_far == 5000:
             break
     assert read >= 5000
+
+
+HINTED = "arrival_s,prompt_tokens,output_tokens,keep_s,once,pin,session,ended\n"
+
+
+def test_requests_of_a_table_say_what_of_their_kv_will_be_of_use(tmp_path: Path) -> None:
+    rows = "0,5,6,60,,,u-7,\n1,5,6,,true,4,,\n2,5,6,,,,u-7,true\n3,5,6,,,true,,\n4,5,6,,,,,\n"
+    path = published_files.put(tmp_path, "a.csv", HINTED + rows)
+    assert [request.hints for request in TimedFile(path, ARRIVALS)] == [
+        Hints(keep_s=60.0, session="u-7"), Hints(once=True, pin_tokens=4), Hints(session="u-7", ended=True),
+        Hints(pin_tokens=ALL_TOKENS), Hints(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ["0,5,6,-1,,,,", "0,5,6,,maybe,,,", "0,5,6,,,0,,", "0,5,6,,,,a b,", "0,5,6,60,true,,,"])
+def test_an_impossible_hint_is_refused_by_line_and_column(tmp_path: Path, row: str) -> None:
+    with pytest.raises(WorkloadError, match=r"line 2: .*has an? (keep_s|once|pin|session) that"):
+        list(TimedFile(published_files.put(tmp_path, "a.csv", f"{HINTED}{row}\n"), ARRIVALS))
 
 
 MARKED = "arrival_s,class,prompt_tokens,output_tokens,priority,tpot_deadline_s,ttft_deadline_s\n"

@@ -20,6 +20,8 @@ from kvpolicy.trace import Header
 from kvpolicy_vllm.bench.selfcheck import SelfCheck, self_checks
 
 LABELS = ("state_id", "arm", "repeat")
+SHOWN = 3
+"""Names in a line about what was left out; the trace's folder lists them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,9 @@ class LeftOut:
         states = [state_id for state_id in self.left_out if state_id not in measured]
         repeats = sum(self.left_out[state_id] for state_id in self.left_out if state_id in measured)
         parts = (
-            f"states not measured at all: {', '.join(states)}" if states else "",
+            f"states not measured at all: {_some(states)}" if states else "",
             f"{repeats} repeats of measured states" if repeats else "",
-            f"parts not begun: {', '.join(self.not_begun)}" if self.not_begun else "",
+            f"parts not begun: {_some(self.not_begun)}" if self.not_begun else "",
         )
         return [f"  left out: {'; '.join(filter(None, parts))}; the same command goes on with them"]
 
@@ -143,3 +145,8 @@ def finish_profile(out: Path, cores: Sequence[str], missing: LeftOut = LeftOut()
         missing=missing,
         measured=frozenset(causes),
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join([*names[:SHOWN], *([f"and {more} more"] if more > 0 else [])])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, make_block_hash_with_group_id
 
-from kvpolicy.caching import Hinted
+from kvpolicy.caching import ByCost, Hinted
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import EngineSpec
@@ -25,6 +25,8 @@ from kvpolicy.order import spec as orders
 from kvpolicy.order.by_class import ranked_classes
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.request_marks import DEFAULT_CLASS, Classes, HintLimits, granting
+from kvpolicy.settings import GIB
+from kvpolicy.trace.upkeep import DAY_S, Retention, Upkeep
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, why_not_priced
 from kvpolicy_vllm.plugin.host_copies import CopyBook
@@ -93,7 +95,7 @@ def controller_for(
         prompts = controller.cache_prompts(key_in_cache)
         prompts.prices, prices.segment_bytes = prices, lambda: controller.copies.segment_bytes
         if settings.cache_files is not None:
-            prompts.keep_files(pool_count)
+            prompts.keep_files(pool_count, settings.cache_files_policy == ByCost.name)
     controller.keep_tables(block_tables(kv_cache))
     order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
     warn_of_unclaimable(order, classes)
@@ -108,9 +110,18 @@ def controller_for(
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         serves = Priority() if vllm_config.scheduler_config.policy == "priority" else order
         header = replace(header, draw_seed=seed, order=serves.label, order_digest=serves.digest)
-        recorder = TraceWriter(settings.trace / core, header)
-        controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes))
+        recorder = TraceWriter(settings.trace / core, header, upkeep=upkeep_of(settings, settings.trace / core))
+        controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes), settings.trace_steps, seed)
     return controller
+
+
+def upkeep_of(settings: Settings, core: Path) -> Upkeep | None:
+    """What merges and cuts the trace of a server; None for a measurement, which keeps all it records."""
+    if settings.source != "production":
+        return None
+    max_bytes = None if settings.trace_gib is None else settings.trace_gib * GIB
+    max_age_s = None if settings.trace_days is None else settings.trace_days * DAY_S
+    return Upkeep(core, Retention(max_bytes, max_age_s))
 
 
 def key_in_cache(block_hash: Any) -> BlockHashWithGroupId:

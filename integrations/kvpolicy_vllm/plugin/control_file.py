@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import InputError
+from kvpolicy.extensions import names_module
 from kvpolicy.order import Order
 from kvpolicy.policy import Policy
 from kvpolicy_vllm.plugin.settings_line import read_line
@@ -150,6 +151,11 @@ class ControlFile:
         for key, value in (("policy", name), ("order", order)):
             if not isinstance(value, str):
                 raise InputError(f"{self._path}: {key} is {value!r}, should be a text")
+            if names_module(value.replace("/", ":")) and value != getattr(start, key):
+                raise InputError(
+                    f"{self._path}: {key} is {value!r}, a module to run: this file never makes a server import code; "
+                    "start it with that, or install a package that registers a name"
+                )
         if not isinstance(shadow, bool):
             raise InputError(f"{self._path}: shadow is {shadow!r}, should be true or false")
         if start.shadow and not shadow and text != OFF:

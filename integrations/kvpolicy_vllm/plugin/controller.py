@@ -29,7 +29,7 @@ from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.marks import Grant, MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
-from kvpolicy_vllm.plugin.observers import AbsenceLearner, Identity, MetricsCounter, Observers, Pending, SurvivalLearner
+from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending, SurvivalLearner
 from kvpolicy_vllm.plugin.prompt_cache import PromptCache
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
 from kvpolicy_vllm.plugin.swaps import Swaps
@@ -101,8 +101,8 @@ class Controller:
         """Save and load by these block tables, and expect of them what survives."""
         self.tables = tables
         if tables is not None:
-            self.survival = survival = AllOrNothing()
-            self.observers.replace(SurvivalLearner, AbsenceLearner(survival))
+            self.survival = AllOrNothing()
+            self.observers.replace(SurvivalLearner, SurvivalLearner.of(self.survival))
 
     def cache_prompts(self, key_of: Callable[[Any], bytes]) -> PromptCache:
         """Find prompts in host memory; the copies have a caching policy. ``key_of``: see :class:`PromptCache`."""
@@ -115,11 +115,12 @@ class Controller:
         """Let requests be of the classes, and have the deadlines, priorities and hints, that ``grant`` gives them."""
         self.marks.grant_by(grant)
 
-    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:
-        """Record a trace from now on. ``anonymous`` maps a request id to its name in the trace."""
+    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str], *sampling: Any) -> None:
+        """Record a trace from now on; the arguments are those of :class:`TraceRecorder`."""
         self.recorder = recording
-        marks = self.marks.columns
-        self.observers.add(TraceRecorder(recording, anonymous, self.core, self.metrics.tally, marks))
+        self.observers.add(
+            TraceRecorder(recording, anonymous, self.core, self.metrics.tally, self.marks.columns, *sampling)
+        )
 
     # ---- for tools that drive an engine ----
 

@@ -92,6 +92,8 @@ class StepJobs:
     before the worker goes on."""
     prompts: tuple[tuple[bytes, ...], ...] = ()
     """Keys of the blocks of requests that have arrived, for the policy of files."""
+    file_prices: tuple[float, ...] = ()
+    """What blocks of files save, from :func:`kvpolicy.cost.block_price.sampled`; empty where nothing has changed."""
     file_stores: tuple[FileJob, ...] = ()
     file_loads: tuple[FileJob, ...] = ()
 

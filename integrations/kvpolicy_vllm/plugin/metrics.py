@@ -75,6 +75,8 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "open_preemptions": ("Preempted requests not yet back.", ()),
     "order": ("1 for the present order of service, 0 for a former one.", ("order",)),
     "shadow": ("1 while decisions are only recorded and every victim is recomputed.", ()),
+    "trace_bytes": ("Bytes of the trace's folder, seen at every merge of its files.", ()),
+    "trace_files": ("Files of the trace's folder, seen at every merge of its files.", ()),
     "cost_model": ("1, labelled with the policy and the digest of its cost model.", ("policy", "digest")),
 }
 

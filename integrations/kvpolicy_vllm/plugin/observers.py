@@ -6,6 +6,7 @@ observer that fails starts afresh or, after repeated failures, is dropped, witho
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -231,6 +232,10 @@ class SurvivalLearner(Observer):
     def __init__(self, survival: Survival) -> None:
         self._survival = survival
 
+    @staticmethod
+    def of(survival: Survival) -> SurvivalLearner:
+        return AbsenceLearner(survival) if isinstance(survival, AllOrNothing) else SurvivalLearner(survival)
+
     def decided(self, pending: Pending) -> None:
         self._survival.preempted(pending.identity.preemption_id, pending.situation)
 
@@ -316,6 +321,12 @@ class Tally:
         return report
 
 
+def without_paths(label: str) -> str:
+    """The label with the last name of each path in it: metrics go to whoever may read them, folders of the host do
+    not. The digest of the cost model tells apart what has the same name then."""
+    return re.sub(r"[^:,=@]*/([^:,=@/]+)/*", r"\1", label)
+
+
 class MetricsCounter(Observer):
     """Counts preemptions for the engine's metrics. Names and labels: :mod:`kvpolicy_vllm.plugin.metrics`."""
 
@@ -350,7 +361,7 @@ class MetricsCounter(Observer):
     def show_policy(self, policy: Policy, value: int) -> None:
         """Set the gauge of a policy: 1 for the present policy, 0 for a former one."""
         digest = "" if policy.cost_model is None else str(policy.cost_model.digest)
-        self.tally.set("cost_model", value, policy=policy.label, digest=digest)
+        self.tally.set("cost_model", value, policy=without_paths(policy.label), digest=digest)
 
     def show_service(self, order: str, shadow: bool) -> None:
         """Set the gauges of the present order, and to 0 those of former ones."""

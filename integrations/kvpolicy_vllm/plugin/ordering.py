@@ -395,4 +395,5 @@ class Ordering:
             marks.ttft_s,
             marks.tpot_s,
             marks.class_name,
+            hints=marks.hints,
         )

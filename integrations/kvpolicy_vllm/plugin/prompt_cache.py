@@ -13,7 +13,7 @@ from typing import Any
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import Guarded
-from kvpolicy.cost.block_price import block_price
+from kvpolicy.cost.block_price import RENEWED_STEPS, block_price, sampled
 from kvpolicy.events import Cause
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
@@ -25,9 +25,6 @@ from kvpolicy_vllm.plugin.observers import Observers, Tally
 from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
 
 FILE_TIER = "files"
-WORTH_STEPS = 256
-"""Steps for which prices, and which lengths are worth storing, are remembered: predictions change with the batch and by
-what is learned."""
 
 
 @dataclass(slots=True)
@@ -75,11 +72,14 @@ class PromptCache:
         copies.pool.worth_storing = self._is_worth_storing
         self.files: FileIndex | None = None
         """None where prompts are not in files; see :meth:`keep_files`."""
+        self._files_by_price = self._unpriced = False
+        """Whether the policy of files goes by prices, and whether these have changed since workers were told."""
         self._asked_files: set[str] = set()
         """Unfinished requests of which was decided whether they wait for files."""
 
-    def keep_files(self, ranks: int) -> None:
-        """Store prompts in files, too. ``ranks``: how many workers keep files."""
+    def keep_files(self, ranks: int, by_price: bool = False) -> None:
+        """Store prompts in files, too. ``ranks``: how many workers keep files. ``by_price``: whether what files give up
+        goes by prices."""
 
         def count(event: str, blocks: int) -> None:
             if blocks:
@@ -87,6 +87,7 @@ class PromptCache:
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
         self._copies.saved = self.files.saved
+        self._files_by_price = self._unpriced = by_price
 
     def __len__(self) -> int:
         """Number of requests of which anything is remembered."""
@@ -99,7 +100,7 @@ class PromptCache:
             self.files.note_late()
         (policy, shadow), decider = self._decides, self._decider
         if step >= self._worth_until or decider.policy is not policy or decider.shadow != shadow:
-            self._worth_until, self._decides = step + WORTH_STEPS, (decider.policy, decider.shadow)
+            self._worth_until, self._decides = step + RENEWED_STEPS, (decider.policy, decider.shadow)
             self._price_anew()
 
     def _price_anew(self) -> None:
@@ -108,6 +109,7 @@ class PromptCache:
         self._worth, self._found = {}, {}
         if self.prices is not None:
             self.prices.renew()
+        self._unpriced = self._files_by_price
 
     # ---- what requests have ----
 
@@ -233,9 +235,18 @@ class PromptCache:
     def with_files(self, jobs: StepJobs) -> StepJobs:
         """A step's jobs, with those that concern files."""
         prompts, stores, loads = ((), (), ()) if self.files is None else self.files.take_jobs()
-        if not (prompts or stores or loads):
+        prices = self._file_prices() if self._unpriced else ()
+        if not (prompts or stores or loads or prices):
             return jobs
-        return replace(jobs, prompts=prompts, file_stores=stores, file_loads=loads)
+        return replace(jobs, prompts=prompts, file_prices=prices, file_stores=stores, file_loads=loads)
+
+    def _file_prices(self) -> tuple[float, ...]:
+        """What a block in files saves, by its place: as one in host memory, less the time that it takes there."""
+        prices, files = self.prices, self.files
+        if prices is None or files is None:
+            return ()
+        self._unpriced, read_s = False, files.read_s(1)
+        return sampled(lambda index: max(0.0, prices(index) - read_s))
 
     def waits_for_files(self, request: Any, local_tokens: int) -> bool:
         """Whether the request goes on in files, and is better admitted when that has come to host memory. Begins to

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvpolicy.cost.block_price import interpolated
 from kvpolicy.tiers import FileTier, Pieces, digest_of_key
 from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Copier
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport, StepJobs
@@ -47,6 +48,8 @@ class RankFiles:
             time.sleep(IDLE_NAP_S)  # nothing else is to be done
         if jobs is not self._last:
             self._last = jobs
+            if jobs.file_prices:
+                self._tier.reprice(interpolated(jobs.file_prices))
             for prompt in jobs.prompts:
                 self._tier.asked(prompt)
             for job in jobs.file_stores:

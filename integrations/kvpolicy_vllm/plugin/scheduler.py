@@ -56,7 +56,7 @@ def control_of(settings: Settings, controller: Controller) -> ControlFile | None
     def load_order(name: str) -> Order:
         return orders.load(name, settings.allow_python_policies)
 
-    start = Start(settings.order, settings.shadow)
+    start = Start(settings.order, settings.shadow)  # an empty policy: the one of the start
     return ControlFile(settings.control, start, controller.load_policy, load_order).watch()
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,9 +35,12 @@ from kvpolicy.trace import (
     transfer_row,
     write_part,
 )
+from kvpolicy.trace.resolution import coarse
+from kvpolicy.trace.upkeep import MERGED_PARTS, Size, Upkeep, hold_header
 from kvpolicy_vllm.plugin.host_copies import Settled
 from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
 from kvpolicy_vllm.plugin.step_parts import fill_parts
+from kvpolicy_vllm.plugin.step_sampler import StepSampler
 from kvpolicy_vllm.plugin.token_times import TokenTimes
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -47,12 +52,20 @@ class RowWriter(Protocol):
     dropped: int
     """Number of rows that could not be kept."""
 
+    @property
+    def size(self) -> Size | None:
+        """What the trace takes on disk, where that is looked at."""
+        ...
+
     def add(self, table: str, row: Row) -> None: ...
 
     def flush_soon(self) -> None: ...
 
     def close(self) -> None: ...
 
+
+SHOW_STEPS = 256
+"""Steps between two looks at what the trace takes on disk."""
 
 Marks = Callable[[Any], Mapping[str, Any]]
 """What a request says of itself: columns of ``requests`` that are named in
@@ -61,7 +74,7 @@ Marks = Callable[[Any], Mapping[str, Any]]
 
 class TraceRecorder(Observer):
     """Makes the rows of a trace from events. ``anonymous`` maps a request id to its name in the trace; ``marks``: what
-    a request says of itself."""
+    a request says of itself. ``step_share``: share of the quiet steps that are recorded, drawn with ``seed``."""
 
     trouble = "an event could not be recorded (counted as records_dropped)"
     given_up = "recording failed too often in a row: the trace ends here"
@@ -73,8 +86,13 @@ class TraceRecorder(Observer):
         core: str,
         tally: Tally,
         marks: Marks,
+        step_share: float = 1.0,
+        seed: int = 0,
     ) -> None:
         self.recorder = recorder
+        self._sampler: StepSampler | None = None
+        if step_share < 1:
+            self._sampler = StepSampler(step_share, seed, partial(recorder.add, "steps"))
         self._marks = marks
         self._anonymous = anonymous
         self._core = core
@@ -89,6 +107,8 @@ class TraceRecorder(Observer):
         return super().begin_afresh()
 
     def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.release()
         self.recorder.close()
         self._count_dropped()
 
@@ -96,6 +116,11 @@ class TraceRecorder(Observer):
         if self.recorder.dropped > self._dropped:
             self._tally.add("records_dropped", self.recorder.dropped - self._dropped)
             self._dropped = self.recorder.dropped
+
+    def _show_size(self) -> None:
+        if self.recorder.size is not None:
+            self._tally.set("trace_bytes", self.recorder.size.bytes)
+            self._tally.set("trace_files", self.recorder.size.files)
 
     # ---- requests ----
 
@@ -154,9 +179,18 @@ class TraceRecorder(Observer):
         if not (step.scheduled_tokens or step.lost or step.saves or scheduler.requests):
             return
         self.failures = 0
-        self.recorder.add("steps", step_row(step, began_s, now))
+        row = step_row(step, began_s, now)
+        if self._sampler is None:
+            self.recorder.add("steps", row)
+        else:
+            self._sampler.add(row)
+        if step.number % SHOW_STEPS == 0:
+            self._show_size()
 
     def idle(self) -> None:
+        if self._sampler is not None:
+            self._sampler.release()
+        self._show_size()
         self.recorder.flush_soon()
         self._count_dropped()
 
@@ -194,6 +228,8 @@ class TraceRecorder(Observer):
 
     def copied(self, settled: Settled, step: int) -> None:
         transfer = replace(settled.slowest, bytes=settled.moved_bytes, ok=settled.ok)
+        if self._sampler is not None:
+            self._sampler.copied(transfer.start_s, transfer.end_s)
         row = transfer_row(transfer, preemption_id=settled.copy.preemption_id, step=step, tier=HOST_TIER)
         self.recorder.add("transfers", row)
 
@@ -223,9 +259,17 @@ class TraceWriter:
         max_waiting: int = 100_000,
         close_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        upkeep: Upkeep | None = None,
     ) -> None:
+        """``upkeep``: merges the parts and holds the trace to its limits, and numbers are coarser
+        (:mod:`kvpolicy.trace.resolution`); None: all stays as it was recorded."""
         self.core = core
         self.dropped = 0
+        self.size: Size | None = None
+        """What the trace takes on disk; None before it was looked at, and without upkeep."""
+        self._upkeep = upkeep
+        self._unkept_parts = 0
+        self._held_header: int | None = None
         self._header = header
         self._part_rows = part_rows
         self._part_s = part_s
@@ -235,7 +279,7 @@ class TraceWriter:
         self._waiting: dict[str, deque[Row]] = {name: deque() for name in SCHEMAS}
         self._parts = dict.fromkeys(SCHEMAS, 0)
         self._has_header = False
-        self._complained = False
+        self._complained = self._complained_of_upkeep = False
         self._writing = threading.Lock()
         self._writing_rows = 0
         """Number of rows that are off the queue but not yet on disk."""
@@ -290,7 +334,26 @@ class TraceWriter:
             if due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
                 last_write_s, requested = self._clock(), False
                 self.flush()
+                self.keep_up()
         self.flush()  # in this thread, not in close(): a disk that hangs must not block the caller
+        if self._held_header is not None:
+            os.close(self._held_header)
+
+    def keep_up(self) -> None:
+        """Merge small parts, and remove the oldest, once enough were written since."""
+        if self._upkeep is None or self._unkept_parts < MERGED_PARTS:
+            return
+        self._unkept_parts = 0
+        try:
+            try:
+                self._upkeep.merge()
+            finally:
+                self.size = self._upkeep.retain()
+        # As in _write: a trace that cannot be merged is written on.
+        except Exception as error:  # noqa: BLE001
+            if not self._complained_of_upkeep:
+                self._complained_of_upkeep = True
+                logger.warning("kvpolicy: trace %s cannot be merged or cut: %s", self.core, error)
 
     def _write(self, name: str) -> None:
         waiting = self._waiting[name]
@@ -302,8 +365,12 @@ class TraceWriter:
                 self._has_header = True
             elif not (self.core / "header.json").exists():
                 raise FileNotFoundError(f"{self.core} was removed while it was recorded into")
-            write_part(self.core, name, self._parts[name], from_rows(name, rows))
+            if self._held_header is None and self._upkeep is not None:
+                self._held_header = hold_header(self.core)
+            table = from_rows(name, rows)
+            write_part(self.core, name, self._parts[name], table if self._upkeep is None else coarse(table))
             self._parts[name] += 1
+            self._unkept_parts += 1
         # The thread must survive any error: a full disk may have space again later. Dropped rows are counted.
         except Exception as error:  # noqa: BLE001
             self.dropped += len(rows)

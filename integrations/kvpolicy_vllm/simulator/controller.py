@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import OpenPreemption, Repeated
+from kvpolicy.caching import Hinted
+from kvpolicy.caching import spec as caching
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.request_marks import DEFAULT_CLASS, KEY, as_said
 from kvpolicy.simulator import DecisionObserver, Server, Sink
 from kvpolicy.simulator.work_count import WorkCount
 from kvpolicy.trace import Row
 from kvpolicy.workload import Request
+from kvpolicy_vllm.plugin.assembly import key_in_cache
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.observers import Observer, Pending
+from kvpolicy_vllm.plugin.prompt_cache import BlockPrices
 from kvpolicy_vllm.simulator.clock import VirtualClock
 
 ROWS = 1000
@@ -33,14 +38,23 @@ def number_of(name: str) -> int:
 
 
 def transfer_params(request: Request) -> dict[str, Any] | None:
-    """A request's class and deadlines as vLLM's ``kv_transfer_params``; None where it says nothing."""
+    """A request's class, deadlines and hints as vLLM's ``kv_transfer_params``; None where it says nothing."""
+    hints = request.hints
+    said = {
+        "keep_s": hints.keep_s, "once": hints.once, "pin": hints.pin_tokens or None, "session": hints.session,
+        "ended": hints.ended,
+    }  # fmt: skip
     deadlines = {"ttft_s": request.ttft_s, "tpot_s": request.tpot_s}
     told = {"class": request.class_name} | {name: value and float(value) for name, value in deadlines.items()}
-    return None if told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None} else {KEY: told}
+    if not hints and told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None}:
+        return None
+    return {KEY: told | said if hints else told}
 
 
 class SinkWriter:
     """Collects rows and passes them to a :class:`Sink` in batches."""
+
+    size = None
 
     def __init__(self, sink: Sink) -> None:
         self.dropped = 0
@@ -100,15 +114,22 @@ class SimulatedController(Controller):
         sink: Sink | None,
         on_decision: DecisionObserver | None,
     ) -> None:
-        super().__init__(
-            core,
-            Decider(policy, random.Random(seed)),
-            CopyBook(server.host_blocks, 1, server.block_bytes),
-            server.segment_bytes or server.block_bytes,
-            clock,
-            _raise,
-            policies.load,
-        )
+        decider, segment_bytes = Decider(policy, random.Random(seed)), server.segment_bytes or server.block_bytes
+        prices = BlockPrices(decider, server.block_size, server.block_bytes, _fail)
+        prices.segment_bytes = lambda: segment_bytes
+        cache = None
+        if server.cache is not None:
+            cache = caching.load(server.cache.policy, server.host_blocks, prices, allow_python=True)
+        if server.cache is not None and cache is not None:
+            cache = Hinted(cache, clock, server.block_size, server.cache.hints)
+        copies = CopyBook(server.host_blocks, 1, server.block_bytes, cache)
+        super().__init__(core, decider, copies, segment_bytes, clock, _raise, policies.load)
+        self._local_tokens: dict[str, int] = {}
+        """Tokens that the device had of each waiting request when it was last asked for."""
+        self._first_hits: dict[str, int] = {}
+        """Tokens that host memory had of each request when it was first admitted, until they are taken."""
+        if cache is not None:
+            self.cache_prompts(key_in_cache).prices = prices
         self.grant_marks(as_said)
         if sink is not None:
             self.record_into(SinkWriter(sink), lambda request_id: str(number_of(request_id)))
@@ -133,6 +154,29 @@ class SimulatedController(Controller):
     def arrived(self, request: Any) -> None:
         """A request arrived, at its own arrival time, which may be before the engine saw it."""
         self.observers.tell("arrived", request, request.arrival_time)
+        if self.prompts is not None:
+            self.prompts.arrived(request)
+
+    def loadable_tokens(self, request: Any, local_tokens: int) -> int:
+        self._local_tokens[request.request_id] = local_tokens
+        return super().loadable_tokens(request, local_tokens)
+
+    def admitted(self, request: Any, block_ids: Sequence[list[int]], load_tokens: int) -> None:
+        local_tokens = self._local_tokens.pop(request.request_id, None)
+        if self.prompts is not None and local_tokens is not None and not request.num_preemptions:
+            size = self._scheduler.block_size
+            keys = request.block_hashes[local_tokens // size : (request.num_tokens - 1) // size]
+            found = self.copies.pool.leading(map(key_in_cache, keys))
+            self._first_hits[request.request_id] = found * size
+        super().admitted(request, block_ids, load_tokens)
+
+    def take_first_hit(self, request_id: str) -> int:
+        """Tokens that host memory had of a request, behind those on the device, when it was first admitted; once."""
+        return self._first_hits.pop(request_id, 0)
+
+
+def _fail() -> None:
+    raise  # called while an exception is handled
 
 
 def _raise(message: str) -> None:

@@ -75,8 +75,10 @@ class VllmScheduler:
         """See :meth:`kvpolicy.simulator.Simulator.run`."""
         if server.rules != self.rules:
             raise InputError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
-        if server.cache is not None:
-            raise InputError("cache is given: vLLM's scheduler is simulated without a cache in host memory")
+        if server.cache is not None and server.cache.file_blocks:
+            raise InputError("cache.file_blocks is given: vLLM's scheduler is simulated without files")
+        if server.cache is not None and self._layers is not None:
+            raise InputError("cache is given: of a model with other layers than full attention host memory caches none")
         start_s = self._wall()
         identity = Identity(requests, policy, server, times, seed)
         engine = f"vllm {vllm.__version__}, its scheduler alone"
@@ -266,9 +268,11 @@ class Engine:
         served, now_s = self._served[output.request_id], self.clock.now_s
         found = output.prefill_stats
         if found is not None:  # with the first token
-            loaded = found.num_external_cached_tokens
             served.tally.hits.admitted(
-                found.num_prompt_tokens, found.num_local_cached_tokens, host_tokens=loaded, loaded_tokens=loaded
+                found.num_prompt_tokens,
+                found.num_local_cached_tokens,
+                host_tokens=self.controller.take_first_hit(output.request_id),
+                loaded_tokens=found.num_external_cached_tokens,
             )
         if output.new_token_ids:
             if served.first_s is None:

@@ -9,11 +9,11 @@ saves the work for all requests that never are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from kvpolicy.simulator.builtin.live_request import KeyedBlock, LiveRequest
+from kvpolicy.simulator.builtin.live_request import KeyedBlock, LiveRequest, Status
 from kvpolicy.workload import Request
 
 ID_BYTES = 16
@@ -25,16 +25,37 @@ Contents = list[tuple[int | None, KeyedBlock | None]]
 """Key of each block of a request, in order, and the block itself; both None for one without a key."""
 
 
+class Eviction(NamedTuple):
+    """A block whose content was given away."""
+
+    block: KeyedBlock
+    taker: LiveRequest
+    """Who took it."""
+    is_new: bool
+    """Whether that request was about to run for the first time."""
+
+
+def in_step_order(evicted: Iterable[Eviction]) -> list[KeyedBlock]:
+    """The blocks in the order in which a server learns of them from a scheduled step: first those that the step's
+    output does not list, of requests that are being loaded or were preempted after all, then those of new requests."""
+
+    def place(one: Eviction) -> int:
+        return 2 - one.is_new if one.taker.status is Status.RUNNING else 0
+
+    return [one.block for one in sorted(evicted, key=place)]
+
+
 GivenBack = Callable[[LiveRequest], None]
 
 
 class Pool(Protocol):
     """``free``: blocks that can be allocated, among them cached blocks that no request holds. ``evicted``: blocks whose
-    content was given away; the caller empties it. ``given_back``: where it is set, it is called with every request that
-    is about to give up its blocks, the cached ones of which have keys then."""
+    content was given away, and who took them; the caller empties it. ``given_back``: where it is set, it is called with
+    every request that is about to give up its blocks, the cached ones of which have keys then: by :meth:`release` with
+    those that end, by :meth:`give_back` with those that are preempted."""
 
     free: int
-    evicted: list[KeyedBlock]
+    evicted: list[Eviction]
     given_back: GivenBack | None
 
     def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
@@ -65,6 +86,10 @@ class Pool(Protocol):
         """Take out of the cache what the step that now preempts the request was to compute."""
         ...
 
+    def give_back(self, live: LiveRequest) -> None:
+        """Tell ``given_back`` of a request that is about to be preempted, before that is decided, as a server does."""
+        ...
+
     def shared(self, live: LiveRequest, count: int) -> int:
         """Number of its first ``count`` blocks that other requests hold too."""
         ...
@@ -87,7 +112,7 @@ class CountedPool:
 
     def __init__(self, blocks: int) -> None:
         self.free = blocks
-        self.evicted: list[KeyedBlock] = []
+        self.evicted: list[Eviction] = []
         self.given_back: GivenBack | None = None
 
     def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
@@ -113,6 +138,9 @@ class CountedPool:
     def withdraw(self, live: LiveRequest) -> None:
         """Nothing to do."""
 
+    def give_back(self, live: LiveRequest) -> None:
+        """Nothing to do."""
+
     def shared(self, live: LiveRequest, count: int) -> int:
         return 0
 
@@ -135,7 +163,7 @@ class CachingPool:
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.free = blocks
-        self.evicted: list[KeyedBlock] = []
+        self.evicted: list[Eviction] = []
         self._size = block_size
         self._blocks = blocks
         self._blocks_by_key: dict[int, list[KeyedBlock]] = {}
@@ -179,7 +207,8 @@ class CachingPool:
                     return
                 count -= entry
             elif entry[1].place == entry[0]:
-                self._evict(entry[1])
+                self.evicted.append(Eviction(entry[1], live, live.status is Status.WAITING))
+                self._forget(entry[1])
                 count -= 1
             queue.popleft()
 
@@ -194,7 +223,7 @@ class CachingPool:
     def release(self, live: LiveRequest, preempted: bool) -> None:
         if preempted or self.given_back is not None:
             self._give_keys(live)
-        if self.given_back is not None:
+        if self.given_back is not None and not preempted:
             self.given_back(live)
         self._put_first(live.held - live.cached)
         self._put_last(live.cached - len(live.keyed_blocks))
@@ -217,6 +246,11 @@ class CachingPool:
             self._forget(block)
         del live.keyed_blocks[full:]
         live.cached = full
+
+    def give_back(self, live: LiveRequest) -> None:
+        if self.given_back is not None:
+            self._give_keys(live)
+            self.given_back(live)
 
     def shared(self, live: LiveRequest, count: int) -> int:
         return sum(block.holders > 1 for block in live.keyed_blocks[:count])
@@ -275,10 +309,6 @@ class CachingPool:
         block = KeyedBlock(key)
         self._blocks_by_key.setdefault(key, []).append(block)
         return block
-
-    def _evict(self, block: KeyedBlock) -> None:
-        self.evicted.append(block)
-        self._forget(block)
 
     def _forget(self, block: KeyedBlock) -> None:
         blocks = self._blocks_by_key[block.key]

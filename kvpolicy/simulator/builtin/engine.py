@@ -16,7 +16,7 @@ from kvpolicy.order import Choice, is_stock
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, load_of
 from kvpolicy.simulator.builtin import costs
 from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue, refuse_unservable
-from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
+from kvpolicy.simulator.builtin.blocks import in_step_order, pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
 from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.lower_tiers import FileReads, MakeCaching, host_pool
@@ -55,11 +55,11 @@ class Engine:
         self.tallied = SummaryBuilder(server, times, slo)
         self.now_s = 0.0
         self.arrivals = ArrivalQueue(identity.requests, partial(refuse_unservable, server))
-        pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
-        self.copies, files = host_pool(server, identity.policy, pool, caching)
+        decided = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
+        self.preemptions, pool = decided, pool_for(server.device_blocks, server.block_size, server.prefix_caching)
+        self.copies, files = host_pool(server, decided.block_price, pool, lambda: self.now_s, caching)
         self.reads = FileReads(server, files, pool, self.copies)
         self.link: LinkQueues[CopyJob] = LinkQueues(server, times)
-        self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
         stock = is_stock(server.order, server.scheduling)
         self.ordering = None if stock else Ordering(server.order, server, self._price, self._is_ready)
         """None where vLLM's own order serves."""
@@ -68,7 +68,7 @@ class Engine:
         self.scheduler = Scheduler(
             server, pool, self.copies, victims, self._preempting, self._admitted, self.ordering, self.reads.delays
         )
-        decided = self.preemptions
+        self.copies.store_only_where(partial(decided.worth_storing, scheduler=self.scheduler, copies=self.copies))
         self.copies.loads = partial(decided.loads, scheduler=self.scheduler, copies=self.copies)
         self.copies.loads_hit = partial(decided.loads_hit, scheduler=self.scheduler, copies=self.copies)
         self.reads.worth = partial(decided.reads, scheduler=self.scheduler, copies=self.copies)
@@ -124,6 +124,7 @@ class Engine:
     def begin_step(self) -> Step:
         """Schedule a step at the current time and launch it."""
         step = self._step = Step(self._steps)
+        self.preemptions.step_begins(self._steps)
         self._steps += 1
         ordered_anew = self.ordering is not None and self._order_anew(self.ordering, step)
         if ordered_anew or not self._leaps or not self.fast_path.schedule(step, self.steps_in_flight):
@@ -161,7 +162,7 @@ class Engine:
         """Set when the step begins and ends, with the copies that it brings."""
         evicted = self.scheduler.pool.evicted
         if evicted:
-            if self.copies.lost(evicted):  # a waiting request may find more in host memory, or less
+            if self.copies.lost(in_step_order(evicted)):  # a waiting request may find more in host memory, or less
                 self.scheduler.blocked = False
             evicted.clear()
         if self.copies.waiting:
@@ -442,6 +443,7 @@ class Engine:
             self.copies.begin_load(live, live.computed - load_tokens, load_tokens)
         elif live.copy is not None:
             self.preemptions.not_loaded(live, self.copies)
+        self.preemptions.admitted(live)
         opened = self.preemptions.ledger.open_preemption(live)
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.now_s

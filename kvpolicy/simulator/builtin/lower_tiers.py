@@ -4,34 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpolicy.caching import CachingPolicy
+from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
-from kvpolicy.cost.block_price import block_price, equal_price
-from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import LiveRequest
 
+
+class HintedPool(HostPool):
+    """A host pool whose caching policy heeds the hints of requests."""
+
+    def __init__(self, server: Server, cache: Hinted, pool: Pool) -> None:
+        super().__init__(server, cache, pool.keys)
+        self._server, self._keys = server, pool.keys
+
+    def asked(self, live: LiveRequest) -> None:
+        super().asked(live)
+        self._heed(live, live.request.prompt_tokens)
+
+    def given_back(self, live: LiveRequest) -> None:
+        request = live.request
+        if request.hints and live.outputs == request.output_tokens:
+            self._heed(live, live.tokens)
+        keys = self._keys(live, live.cached)
+        wanted = keys[: self._store.wanted(keys, request.hints)]
+        asked = min(len(wanted), request.prompt_tokens // self._server.block_size)
+        self._store.given_back(wanted, live.keyed_blocks, asked)
+
+    def _heed(self, live: LiveRequest, tokens: int) -> None:
+        """Let the policy know what the request says of its window, which has so many tokens."""
+        if live.request.hints:
+            chain = self._keys(live, tokens // self._server.block_size)
+            self._store.hinted(chain, live.request.hints, live.request.class_name)
+
+
 MakeCaching = Callable[[int], CachingPolicy]
 """Makes a caching policy for so many blocks."""
 
 
 def host_pool(
-    server: Server, policy: Policy, pool: Pool, made: MakeCaching | None = None
+    server: Server,
+    price: caching.Price,
+    pool: Pool,
+    clock: Callable[[], float],
+    made: MakeCaching | None = None,
 ) -> tuple[HostPool, FileTier | None]:
     """Host memory, which learns from ``pool`` what requests give back where it caches that, and the files below it.
 
-    What is cached goes by the prices of the policy's cost model, if that has one. ``made``: makes the caching policy of
-    host memory in place of the server's.
+    ``price``: of a block by its index in a prompt, by which the caching policy goes. ``made``: makes the caching policy
+    of host memory in place of the server's. ``clock``: the virtual time, in seconds.
     """
-    cache, model = server.cache, policy.cost_model
+    cache = server.cache
     if cache is None:
         return HostPool(server), None
-    price: caching.Price = equal_price
-    if model is not None:
-        price = block_price(model.predict, server.block_size, server.block_bytes, server.segment_bytes)
     above = caching.load(cache.policy, server.host_blocks, price, allow_python=True)
     if made is not None:
         above = made(server.host_blocks)
@@ -43,8 +70,7 @@ def host_pool(
         assert below is not None
         files = FileTier(cache, server.block_bytes, below)
         above = Demoting(above, files)
-    copies = HostPool(server, above, pool.keys)
-    copies.store_only_where(lambda blocks: price(blocks - 1) > 0.0)
+    copies = HintedPool(server, Hinted(above, clock, server.block_size, cache.hints), pool)
     pool.given_back = copies.given_back
     return copies, files
 

@@ -171,6 +171,7 @@ class Ordering:
             request.ttft_s,
             request.tpot_s,
             request.class_name,
+            hints=request.hints,
         )
 
     def _served_s_of(self, request: Progress) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger
+from kvpolicy.cost.block_price import RENEWED_STEPS, block_price
 from kvpolicy.events import Cause, Outcome, Preemption, as_taken_out
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
@@ -42,6 +43,35 @@ class Preemptions:
         self.survival = Survival()
         self._count = 0
         self._closing: list[Account] = []
+        self._worth: dict[int, bool] = {}
+        """Whether blocks of a chain of so many are worth storing; as all of these until :data:`RENEWED_STEPS` are over.
+        """
+        self._hits: dict[LiveRequest, tuple[tuple[int, int, int], bool]] = {}
+        """Of waiting requests: what was asked about a hit last (see :meth:`loads_hit`), and the answer."""
+        self._block_price: Callable[[int], float] | None = None
+        self._window = 0
+
+    def step_begins(self, number: int) -> None:
+        """Predict costs of what is cached anew now and then, when a server does."""
+        window = number // RENEWED_STEPS
+        if window != self._window:
+            self._window, self._worth, self._hits, self._block_price = window, {}, {}, None
+
+    def block_price(self, index: int) -> float:
+        """What a block saves that is loaded, by its index in a prompt, by the policy's predictions and what it has
+        learned."""
+        if self._block_price is None:
+            server, predict = self._server, self._decider.predict
+            self._block_price = block_price(predict, server.block_size, server.block_bytes, server.segment_bytes)
+        return self._block_price(index)
+
+    def worth_storing(self, blocks: int, scheduler: Scheduler, copies: HostPool) -> bool:
+        """Whether a request would load so many leading blocks."""
+        known = self._worth.get(blocks)
+        if known is None:
+            situation = hit_situation(None, blocks * self._server.block_size, 0, scheduler, copies, self._server)
+            known = self._worth[blocks] = self._decider.loads_hit(situation)
+        return known
 
     def preempting(
         self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, step: Step, now_s: float, cause: Cause
@@ -118,9 +148,18 @@ class Preemptions:
     def loads_hit(
         self, live: LiveRequest, total_tokens: int, local: int, scheduler: Scheduler, copies: HostPool
     ) -> bool:
-        """Whether a request without a copy of its own loads what host memory has beyond the local hit."""
-        situation = hit_situation(live, total_tokens, local, scheduler, copies, self._server)
-        return self._decider.loads_hit(situation)
+        """Whether a request without a copy of its own loads what host memory has beyond the local hit. Asked anew when
+        either changes, or the loads before it."""
+        asked = local, total_tokens, copies.queued_bytes("load")
+        known = self._hits.get(live)
+        if known is None or known[0] != asked:
+            situation = hit_situation(live, total_tokens, local, scheduler, copies, self._server)
+            known = self._hits[live] = asked, self._decider.loads_hit(situation)
+        return known[1]
+
+    def admitted(self, live: LiveRequest) -> None:
+        """The request waits no longer."""
+        self._hits.pop(live, None)
 
     def reads(
         self, live: LiveRequest, total_tokens: int, local: int, read_s: float, scheduler: Scheduler, copies: HostPool
@@ -269,16 +308,17 @@ def situation_of(
 
 
 def hit_situation(
-    live: LiveRequest, total_tokens: int, local: int, scheduler: Scheduler, copies: HostPool, server: Server
+    live: LiveRequest | None, total_tokens: int, local: int, scheduler: Scheduler, copies: HostPool, server: Server
 ) -> Preemption:
     """The situation of a request that is about to be admitted and whose first ``total_tokens`` are all on the device,
-    the ``local`` ones, or in host memory: as :func:`kvpolicy.policy.decision.at_resume` has it for a copy."""
+    the ``local`` ones, or in host memory: as :func:`kvpolicy.policy.decision.at_resume` has it for a copy. None: one
+    that is not there yet."""
     size, running = server.block_size, scheduler.running
     return Preemption(
         time_s=0.0,
         computed_tokens=total_tokens,
-        prompt_tokens=live.request.prompt_tokens,
-        output_tokens=live.outputs,
+        prompt_tokens=total_tokens if live is None else live.request.prompt_tokens,
+        output_tokens=0 if live is None else live.outputs,
         block_size=size,
         block_bytes=server.block_bytes,
         segment_bytes=server.segment_bytes or server.block_bytes,
@@ -297,8 +337,8 @@ def hit_situation(
         batch_tokens=sum(other.computed for other in running),
         queued_save_bytes=copies.queued_bytes("save"),
         queued_load_bytes=copies.queued_bytes("load"),
-        earlier_preemptions=live.preemptions,
-        priority=live.request.priority,
+        earlier_preemptions=0 if live is None else live.preemptions,
+        priority=0 if live is None else live.request.priority,
         cause="memory",
         absence_tokens=0.0,
     )

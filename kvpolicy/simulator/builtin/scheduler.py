@@ -175,9 +175,10 @@ class Scheduler:
         """Free the blocks of a request that has left the running list, and put it first in the waiting queue."""
         if self._ordering is not None:
             self._ordering.preempted(victim)
+        self.pool.withdraw(victim)
+        self.pool.give_back(victim)
         self._preempting(victim, cause)
         self.blocked = False
-        self.pool.withdraw(victim)
         self.pool.release(victim, preempted=True)
         self._prefills.pop(victim, None)
         victim.status = Status.PREEMPTED

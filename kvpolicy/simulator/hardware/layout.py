@@ -37,7 +37,12 @@ class Rows:
         return np.asarray(pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(), np.float64)
 
     def text(self, name: str) -> NDArray[np.str_]:
-        return np.array(self._table[name].cast(pa.string()).fill_null("").to_pylist(), dtype=np.str_)
+        """A column as texts. Raises InputError, naming file and column, for what is no text."""
+        try:
+            texts = self._table[name].cast(pa.string())
+        except pa.ArrowException as error:
+            raise InputError(f"{self.file}: column {name}: {error}") from error
+        return np.array(texts.fill_null("").to_pylist(), dtype=np.str_)
 
     def absent(self, name: str) -> Flags:
         return np.asarray(pc.is_null(self._table[name]).to_numpy(), np.bool_)

@@ -22,6 +22,8 @@ from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.simulator.hardware.layout import Layout, Rows, Times
 from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE
+from kvpolicy.trace import TraceError
+from kvpolicy.trace.parts import opened
 
 ENDINGS = (".parquet", ".csv", ".csv.gz")
 
@@ -116,15 +118,20 @@ def rows_of(file: Path) -> tuple[Layout, Rows]:
 def _recognise(file: Path) -> tuple[Layout | None, Rows]:
     try:
         table = _read(file)
-    except (pa.ArrowException, OSError) as error:
+        rows = Rows(str(file), table)
+    except (pa.ArrowException, OSError, TraceError, UnicodeDecodeError) as error:
         raise TableError(f"{file}: cannot be read: {error}") from error
-    rows = Rows(str(file), table)
     return next((layout for layout in LAYOUTS if layout.needs <= set(rows.names)), None), rows
+
+
+MAX_CSV_BYTES = 1 << 30
 
 
 def _read(file: Path) -> pa.Table:
     if file.name.endswith(".parquet"):
-        return pyarrow.parquet.read_table(file)
+        return opened(file).read()
+    if file.stat().st_size > MAX_CSV_BYTES:
+        raise TableError(f"{file}: is larger than {MAX_CSV_BYTES:,} bytes, which is the most that is read")
     # An empty cell is a time that was not measured; "nan" is a failed measurement.
     return pyarrow.csv.read_csv(file, convert_options=pyarrow.csv.ConvertOptions(null_values=[""]))
 

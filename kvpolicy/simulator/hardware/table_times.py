@@ -20,7 +20,7 @@ from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.simulator.base import StepLoad
 from kvpolicy.simulator.hardware.interpolation import TERMS, compiled
-from kvpolicy.stored_values import is_number, list_at, number_at, object_at, text_at, value_at, whole_at
+from kvpolicy.stored_values import is_number, list_at, number_at, object_at, read_json, text_at, value_at, whole_at
 
 FILE = "hardware.json"
 KIND = "kvpolicy hardware model"
@@ -112,8 +112,8 @@ def read_hardware(path: Path | str) -> HardwareModel:
     """Read a hardware model. Raises :class:`HardwareError`, naming file and field, for any other or a changed file."""
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        fields = read_json(file)
+    except (OSError, InputError) as error:
         raise HardwareError(f"{file}: not a readable hardware model: {error}") from error
     if not isinstance(fields, dict) or fields.get("kind") != KIND:
         raise HardwareError(f"{file}: not a hardware model; `kvpolicy import-profile` makes one")

@@ -64,7 +64,7 @@ def test_evicted_blocks_are_noted_and_can_be_foreseen() -> None:
     assert [pool.unevicting(count, lambda block: block is blocks[0]) for count in (3, 9)] == [3, 5]
     assert pool.unevicting(9, lambda block: False) == 6 and pool.unevicting(9, lambda block: True) == 4
     pool.grow(LiveRequest(1, Request(0.0, 30, 5), 0.0), 5)
-    assert pool.evicted == [blocks[1]]
+    assert [one.block for one in pool.evicted] == [blocks[1]]
 
 
 def test_what_no_step_has_computed_is_not_found() -> None:

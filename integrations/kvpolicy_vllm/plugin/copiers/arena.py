@@ -11,9 +11,21 @@ import torch
 
 def host_arena(slots: int, block_bytes: int) -> torch.Tensor:
     """Bytes of shape (slots, block_bytes), on memory pages of their own: whole pages are locked, and two locked ranges
-    must not share one."""
+    must not share one. See :func:`guarded` for what else is done."""
     pages = mmap.mmap(-1, slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(slots, block_bytes)
+    return torch.frombuffer(guarded(pages), dtype=torch.uint8).view(slots, block_bytes)
+
+
+def guarded(pages: mmap.mmap, touch: bool = True) -> mmap.mmap:
+    """The pages, left out of core dumps, and touched: what is promised is there, or it fails at the start.
+
+    A core dump of a server would otherwise hold the KV of its users. Without ``touch``, for those whom another process
+    touches.
+    """
+    pages.madvise(mmap.MADV_DONTDUMP)
+    if touch:
+        torch.frombuffer(pages, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+    return pages
 
 
 def offsets_of(segments: Sequence[torch.Tensor]) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy_vllm.plugin.copiers.arena import host_arena
 from kvpolicy_vllm.plugin.messages import Direction, Job, Transfer
 
 if TYPE_CHECKING:
@@ -154,7 +155,9 @@ class Copier(ABC):
         """Allocate the host pool: a tensor of shape (slots, elements) for each segment."""
         if self.shared is not None:
             return self.shared.segments_in(self.device_segments)
-        return [torch.empty((slots, segment.shape[1]), dtype=segment.dtype) for segment in self.device_segments]
+        sizes = [segment.shape[1] * segment.element_size() for segment in self.device_segments]
+        arenas = [host_arena(slots, size) for size in sizes]
+        return [arena.view(segment.dtype) for arena, segment in zip(arenas, self.device_segments, strict=True)]
 
     @abstractmethod
     def copy_out(self, job: Job, urgent: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kvpolicy_vllm.plugin.copiers.arena import segments_in
+from kvpolicy_vllm.plugin.copiers.arena import guarded, segments_in
 
 SAVER = 0
 """The rank that saves."""
@@ -44,7 +44,7 @@ class SharedPool:
         # Every rank opens the memory for itself: a lock excludes those who have opened it elsewhere.
         self._memory = os.open(path, os.O_RDWR) if opened is None else opened
         weakref.finalize(self, os.close, self._memory)
-        mapped = mmap.mmap(self._memory, total_bytes)
+        mapped = guarded(mmap.mmap(self._memory, total_bytes), touch=self.saves_here)
         tell_all(None)  # the path leads there as long as the saver has its pool, which it now may give up
         self.arena = torch.frombuffer(mapped, dtype=torch.uint8, count=slots * block_bytes).view(slots, block_bytes)
         self._ended = torch.frombuffer(mapped, dtype=torch.int64, count=slots, offset=pool_bytes)
