@@ -57,8 +57,9 @@ class ServerSettings:
     )
     host_gib: float | None = option(
         "Total host memory for evicted KV over the ranks of one engine core, GiB. Default: a quarter of the memory "
-        "available at the start, an eighth where the device is the CPU, shared evenly by the engine cores of this "
-        "machine, at most 64.",
+        "available at the start, at most half of it times this server's part of the machine's GPUs; where the device "
+        "is the CPU an eighth, at most half of what vLLM leaves; shared evenly by the engine cores of this machine, at "
+        "most 64.",
         None,
         POSITIVE,
     )

@@ -203,7 +203,15 @@ def available_memory_bytes(proc: Path = Path("/proc")) -> int:
     point of the process information.
     """
     group_left = [_left_in_group_bytes(folder) for folder in _memory_groups(proc)]
-    return min([_system_available_bytes(proc), *(limit for limit in group_left if limit is not None)])
+    return min([_system_bytes(proc, "MemAvailable"), *(limit for limit in group_left if limit is not None)])
+
+
+def total_memory_bytes(proc: Path = Path("/proc")) -> int:
+    """Memory of the machine, or of a control group of this process that may have less. Else as
+    :func:`available_memory_bytes`."""
+    names = (*UNIFIED_LIMITS, "memory.limit_in_bytes")
+    limits = [_group_bytes(folder / name) for folder in _memory_groups(proc) for name in names]
+    return min([_system_bytes(proc, "MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 UNIFIED_LIMITS = ("memory.max", "memory.high")
@@ -300,11 +308,11 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def _system_available_bytes(proc: Path) -> int:
+def _system_bytes(proc: Path, field: str) -> int:
     for line in (proc / "meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise OSError("MemAvailable is missing from the system's memory information")
+    raise OSError(f"{field} is missing from the system's memory information")
 
 
 def _processor() -> str:

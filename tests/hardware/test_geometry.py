@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.hardware import Geometry
-from kvpolicy.hardware.geometry import _memory_groups, available_memory_bytes
+from kvpolicy.hardware.geometry import _memory_groups, available_memory_bytes, total_memory_bytes
 from kvpolicy.shape import ModelShape
 from tests.shape.configs import (
     DEEPSEEK_V3,
@@ -46,7 +46,7 @@ class System:
         self._mounts: list[str] = []
         self._groups: list[str] = []
         (self.proc / "self").mkdir(parents=True)
-        (self.proc / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {available // 1024} kB\n")
+        (self.proc / "meminfo").write_text(f"MemTotal: {32 * GIB // 1024} kB\nMemAvailable: {available // 1024} kB\n")
 
     def mount(self, kind: str, options: str = "rw", root: str = "/", name: str = "cgroup") -> Path:
         point = self.folder / name
@@ -199,6 +199,13 @@ class TestWhereItIsMounted:
         system, root = v2
         group(root / "pod" / "box", {"memory.max": GIB})
         assert system.available() == 16 * GIB
+
+    def test_the_total_is_that_of_the_tightest_level(self, v2: tuple[System, Path]) -> None:
+        system, root = v2
+        assert total_memory_bytes(system.proc) == 32 * GIB, "the machine's"
+        group(root / "pod" / "box", {"memory.max": "max", "memory.current": GIB})
+        group(root / "pod", {"memory.max": 6 * GIB, "memory.high": 5 * GIB, "memory.current": GIB})
+        assert total_memory_bytes(system.proc) == 5 * GIB
 
     def test_a_system_that_does_not_tell_what_is_available(self, system: System) -> None:
         (system.proc / "meminfo").write_text("MemTotal: 1 kB\n")

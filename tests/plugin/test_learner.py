@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -65,6 +66,34 @@ def test_an_idle_engine_has_what_was_learned_written_at_once(tmp_path: Path, mon
         time.sleep(0.01)
     assert online.load(state, cost.load("cpu-llama-native").digest).events == 3
     observers.close()
+
+
+def test_a_policy_that_is_left_is_written_beside_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slow disk holds up no step when the policy is switched, only the shutdown."""
+    disk, write = threading.Event(), online.save
+
+    def slowly(*arguments: Any) -> None:
+        assert disk.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(online, "save", slowly)
+    state = tmp_path / "state.json"
+    decider = Decider(load(POLICY), random.Random(0))
+    memory = remember(decider, state)
+    observers = Observers(pytest.fail)
+    observers.add(Learner(decider, memory, Tally()))
+    memory.keep(Online(events=3))
+    with monkeypatch.context() as impatient:
+        impatient.setattr("kvpolicy_vllm.plugin.learner.CLOSE_S", 0.01)
+        for later in (Learner(decider, None, Tally()), None):
+            observers.replace(Learner, later)
+    assert "was not written" not in caplog.text, "the switch waited for the disk"
+    assert not state.exists()
+    threading.Timer(0.2, disk.set).start()
+    observers.close()
+    assert online.load(state, cost.load("cpu-llama-native").digest).events == 3
 
 
 def cut_off(state: Path) -> str:

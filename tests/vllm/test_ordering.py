@@ -242,6 +242,22 @@ def test_whoever_does_not_come_in_is_counted_in_whichever_queue(status: RequestS
     assert served_by.lookout.after_miss.next_step > 0
 
 
+@pytest.mark.parametrize(("stale", "dropped", "admitted"), [(0, False, True), (1, False, False), (1, True, True)])
+def test_nobody_is_displaced_for_a_request_with_stale_outputs(
+    stale: int, dropped: bool, admitted: bool, model: Path
+) -> None:
+    """vLLM passes it over until the outputs are back that were under way when it was reset, unless it drops them."""
+    made = schedule(model)
+    waiting = made.requests[0]
+    made.scheduler.add_request(waiting)
+    if not hasattr(waiting, "num_stale_output_tokens"):  # vLLM of before stale outputs
+        stale = 0
+    else:
+        waiting.num_stale_output_tokens, waiting.drop_stale_output = stale, dropped
+    assert made.scheduler.ordering._is_ready_itself(waiting) == (admitted or not stale)
+    assert bool(made.scheduler.schedule().num_scheduled_tokens) == (admitted or not stale)
+
+
 def test_an_answer_that_changes_at_once_leaves_the_queues_one_to_offer(model: Path) -> None:
     """vLLM up to 0.30 asks whether a queue has somebody, then which one: it must not be told none the second time."""
     made = schedule(model, order="reserve:.2")

@@ -46,9 +46,13 @@ class Memory:
         """Have the thread write the latest state soon, as when the engine becomes idle. Does not wait."""
         self._wake.set()
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Have the thread write the latest state and end. Does not wait."""
         self._stop.set()
         self._wake.set()
+
+    def close(self) -> None:
+        self.finish()
         self._thread.join(timeout=CLOSE_S)
         if self._thread.is_alive():
             logger.warning("kvpolicy: what was learned was not written to %s within %g s", self._path, CLOSE_S)
@@ -158,6 +162,11 @@ class Learner(Observer):
     def begin_afresh(self) -> bool:
         self._tally.add("measuring_failed")
         return super().begin_afresh()
+
+    def retire(self) -> bool:
+        if self._memory is not None:
+            self._memory.finish()
+        return self._memory is not None
 
     def close(self) -> None:
         if self._memory is not None:

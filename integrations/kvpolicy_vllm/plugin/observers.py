@@ -125,13 +125,18 @@ class Observer:
         self.failures += 1
         return self.failures < MAX_FAILURES
 
+    def retire(self) -> bool:
+        """Another observer takes its place, between two steps: have what is still to be written be written, and do not
+        wait for it. Return whether :meth:`close` is to be called when the engine shuts down."""
+        self.close()
+        return False
+
     def close(self) -> None:
         """The engine shuts down: write what is still to be written."""
 
 
-EVENTS = tuple(
-    name for name, method in vars(Observer).items() if isfunction(method) and name not in ("begin_afresh", "close")
-)
+UPKEEP = ("begin_afresh", "retire", "close")
+EVENTS = tuple(name for name, method in vars(Observer).items() if isfunction(method) and name not in UPKEEP)
 
 
 class Observers:
@@ -144,6 +149,7 @@ class Observers:
         self._complain = complain
         self._all: tuple[Observer, ...] = ()
         self._given_up: tuple[Observer, ...] = ()
+        self._retired: tuple[Observer, ...] = ()
         self._to_close: list[Observer] = []
         self._following: dict[str, tuple[Callable[..., None], ...]] = dict.fromkeys(EVENTS, ())
         self.follow_steps = False
@@ -153,10 +159,10 @@ class Observers:
         self._follow((*self._all, *observers))
 
     def replace(self, kind: type[Observer], observer: Observer | None) -> None:
-        """Close the observer of that kind, if there is one, and add ``observer`` instead, unless it is None."""
+        """Retire the observer of that kind, if there is one, and add ``observer`` instead, unless it is None."""
         for present in (*self._all, *self._given_up):
-            if isinstance(present, kind):
-                present.close()
+            if isinstance(present, kind) and present.retire():
+                self._retired += (present,)
         self._given_up = tuple(present for present in self._given_up if not isinstance(present, kind))
         others = tuple(present for present in self._all if not isinstance(present, kind))
         self._follow(others if observer is None else (*others, observer))
@@ -186,7 +192,8 @@ class Observers:
 
     def _follow(self, observers: tuple[Observer, ...]) -> None:
         self._all = observers
-        self._to_close[:] = (one for one in (*observers, *self._given_up) if type(one).close is not Observer.close)
+        present = (*observers, *self._given_up, *self._retired)
+        self._to_close[:] = (one for one in present if type(one).close is not Observer.close)
         for event in EVENTS:
             default = getattr(Observer, event)
             self._following[event] = tuple(
