@@ -189,7 +189,7 @@ def test_every_iteration_reads_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "head", "row"),
+    ("layout", "first_line", "row"),
     [
         (ARRIVALS, "arrival_s,prompt_tokens,output_tokens\n", "1,5,6\n"),
         (MOONCAKE, "", '{"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[3]}\n'),
@@ -197,22 +197,28 @@ def test_every_iteration_reads_anew(tmp_path: Path) -> None:
     ids=["csv", "jsonl"],
 )
 def test_a_trace_larger_than_memory_streams(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout, head: str, row: str
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, first_line: str, row: str
 ) -> None:
     """An endless file: what was read is never more than a row ahead of what was given."""
     read = 0
 
-    def endless() -> Iterator[bytes]:
-        nonlocal read
-        if head:
-            yield head.encode()
-        while True:
-            read += 1
-            yield row.encode()
+    class Endless:
+        """A file in bytes of which lines are read."""
+
+        head = first_line
+
+        def readline(self, size: int = -1) -> bytes:
+            nonlocal read
+            first, self.head = self.head, ""
+            read += not first
+            return (first or row).encode()
+
+        def __iter__(self) -> Iterator[bytes]:
+            return iter(self.readline, b"")
 
     @contextmanager
-    def open_bytes(path: Path) -> Iterator[Iterator[bytes]]:
-        yield endless()
+    def open_bytes(path: Path) -> Iterator[Endless]:
+        yield Endless()
 
     monkeypatch.setattr(files_module, "open_bytes", open_bytes)
     for given_so_far, _ in enumerate(TimedFile("endless", layout), 1):
