@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 from kvpolicy.workload.arrivals import MAX_SHAPE, MIN_SHAPE, stream
 from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, FileSource, cells, lines, places, real, whole
@@ -27,7 +26,6 @@ WINDOW_S, LENGTHS_S = 600.0, 21_600
 """Seconds of a window of arrivals, and of one of lengths."""
 MAX_RATE_PER_S = 1e4
 """Of a client: the arrivals of a window are held in memory."""
-Pattern = Literal["Gamma", "Weibull"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,8 @@ class Span:
     client: int
     start_s: float
     rate_per_s: float
-    pattern: Pattern
+    pattern: str
+    """Gamma or Weibull."""
     shape: float
 
     def times_s(self, rng: random.Random) -> list[float]:
@@ -146,7 +145,7 @@ def _span(line: str, columns: Mapping[str, int]) -> Span:
         if not 0 <= number <= most:
             raise DamagedRow(f"{name} is {number!r}, should be from 0 to {most:g}")
     pattern = values["pattern"]
-    if pattern != "Gamma" and pattern != "Weibull":
+    if pattern not in ("Gamma", "Weibull"):
         raise DamagedRow(f"pattern is {pattern!r}, should be Gamma or Weibull")
     if not MIN_SHAPE <= shape <= MAX_SHAPE:
         raise DamagedRow(f"arg1 is {shape!r}, should be a shape, from {MIN_SHAPE:g} to {MAX_SHAPE:g}")
