@@ -321,6 +321,9 @@ class BenchTarget:
 
     def __post_init__(self) -> None:
         refuse_other("target", self.target, str, "a URL or a model, as a text")
+        scheme, is_address, _ = self.target.partition("://")
+        if is_address and not self.is_url:
+            raise WrongValue("target", f"is {self.target}: {scheme}:// is no server's, should be http:// or https://")
         refuse_single(arms=self.arms)
         refuse_no_flags(self.vllm_flags)
         object.__setattr__(self, "arms", tuple(self.arms))

@@ -226,10 +226,14 @@ def import_profile(
     link: Annotated[
         str | None, typer.Option(help="Host link, by name (pcie4, pcie5, ...) or BYTES_PER_S[,LATENCY_S].")
     ] = None,
+    all_reduce: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Vidur's all-reduce times of the device, for communication between ranks."),
+    ] = None,
     engine: EngineTime = EngineTime(),
 ) -> Any:
     """Make the simulator's hardware model from published tables of operator times."""
-    return kvpolicy.import_profile(tables, out, geometry, ranks, device, link, engine)
+    return kvpolicy.import_profile(tables, out, geometry, ranks, device, link, engine, all_reduce)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -164,7 +164,8 @@ def untrained(
         f"shares of these rates are assumed: {assumed.linear_share.value:g} of compute in linear layers, "
         f"{assumed.attention_share.value:g} in attention, {assumed.weight_share.value:g} of memory bandwidth, "
         f"{_link_share(engine, assumed):g} of the link{' (pageable host memory)' if engine.pinned is False else ''}",
-        f"token budget {_budget(engine)}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}",
+        f"token budget {_budget(engine)}, "
+        + ("1 rank" if engine.ranks == 1 else f"{engine.ranks} ranks, whose communication is not counted"),
     )
     provenance = Provenance(
         family="analytic",

@@ -41,7 +41,7 @@ class ModelError(KVPolicyError):
 
 
 class ModelWarning(UserWarning):
-    """A cost model is used beyond what it was measured on."""
+    """A cost model or a hardware model is used beyond what was measured for it."""
 
 
 class CostModel(ABC):

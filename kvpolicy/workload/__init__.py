@@ -31,6 +31,7 @@ from kvpolicy.workload.lengths import (
 )
 from kvpolicy.workload.requests import ClosedLoop, Request, Source, Workload, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, counts_of
+from kvpolicy.workload.servegen import ServeGen
 from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
 from kvpolicy.workload.sharegpt import ShareGPT
 from kvpolicy.workload.spec import FORMATS, Format, arrivals_at, open_workload
@@ -73,6 +74,7 @@ __all__ = [
     "Poisson",
     "Request",
     "Resized",
+    "ServeGen",
     "Session",
     "ShareGPT",
     "Source",

@@ -17,7 +17,8 @@ Options of files: ``skip_damaged=true`` skips and counts damaged rows, ``sort=tr
 mooncake) sorts by arrival. lengths: ``draw``, a number of rows drawn with replacement; or ``think``, by which rows
 whose prompts grow are conversations, with the options of sharegpt but ``tokens_per_word``. agentic: ``sessions``, a
 number of sessions from the start; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds),
-``think_variation``, ``tokens_per_word``, ``block`` (tokens), ``sessions``. ``arrivals`` is at-once, poisson, even,
+``think_variation``, ``tokens_per_word``, ``block`` (tokens), ``sessions``. servegen: ``lengths``, the file of its
+distributions of lengths. ``arrivals`` is at-once, poisson, even,
 gamma (``variation``), weibull (``shape``), bursts (``on``, ``off`` seconds) or groups (``size``: requests that arrive
 together); Poisson where only a rate is given. sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``,
 ``system`` (tokens of a common beginning).
@@ -42,6 +43,8 @@ from kvpolicy.workload.lengths import SHIPPED, scale_to
 from kvpolicy.workload.options import Options
 from kvpolicy.workload.requests import Source, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate
+from kvpolicy.workload.servegen import COLUMNS as SERVEGEN_COLUMNS
+from kvpolicy.workload.servegen import ServeGen
 from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users
 from kvpolicy.workload.sharegpt import TOKENS_PER_WORD, ShareGPT
 from kvpolicy.workload.synthetic import SyntheticRequests
@@ -302,6 +305,13 @@ def _lengths(path: Path, options: Options) -> Source:
     return LengthTable(path, _arrivals(options), care, options.seed(), options.whole("draw"))
 
 
+def _servegen(path: Path, options: Options) -> Source:
+    lengths = options.text("lengths")
+    if lengths is None:
+        raise options.wrong("lengths", "given: the Parquet file of the clients' lengths")
+    return ServeGen(path, lengths, Care(options.flag("skip_damaged")), options.seed())
+
+
 def _has_columns(*columns: str) -> Known:
     def known(path: Path) -> bool:
         return set(columns) <= set(names_of(_first_line(path)))
@@ -335,6 +345,7 @@ FORMATS: Mapping[str, Format] = {
     "burstgpt": Format(f"CSV: {', '.join(BURSTGPT.fields)}", _timed(BURSTGPT), _has_columns(*BURSTGPT.fields)),
     "arrivals": Format(f"CSV: {', '.join(ARRIVALS.fields)}", _timed(ARRIVALS), _has_columns(*ARRIVALS.fields)),
     "lengths": Format(f"CSV: {', '.join(COLUMNS)}", _lengths, _has_columns(*COLUMNS)),
+    "servegen": Format(f"CSV: {', '.join(SERVEGEN_COLUMNS)}", _servegen, _has_columns(*SERVEGEN_COLUMNS)),
     "mooncake": Format(f"JSONL: {', '.join(MOONCAKE.fields)}", _timed(MOONCAKE), _has_fields(*MOONCAKE.fields)),
     "agentic": Format(f"JSONL: {', '.join(AGENTIC_FIELDS)}", _agentic, _has_fields(*AGENTIC_FIELDS)),
     "sharegpt": Format("JSON: a list of id, conversations", _sharegpt, _begins_a_list),

@@ -192,3 +192,24 @@ def test_a_figure_that_is_0_in_one_round_has_no_ratio() -> None:
         "e2e_per_token_s.mean second / first",
         "ttft_s.mean second / first",
     ]
+
+
+@pytest.mark.parametrize(("gap", "ok"), [(None, False), (0.3, False), (1e-5, True)])
+def test_tokens_that_differ_by_more_than_a_tie_are_the_first_thing_said_and_a_failure(
+    gap: float | None, ok: bool
+) -> None:
+    arms = [{"name": "first"}, {"name": "second"}]
+    different = [{"conversation": "a", "turn": 0, "token": 3, "gap": gap}]
+    comparison = {"cell": {"rate": 2.0}, "round": 0, "tokens": {"second": {"tokens": 40, "different": different}}}
+    results = {"kind": "analytics", "model": "m", "arms": arms, "runs": [], "comparisons": [comparison]}
+    report = LoadReport(results, "bench.json")
+    assert report.ok is ok and report.to_dict()["tokens"]["wrong"] == (not ok)
+    said = report.text().startswith("TOKENS DIFFER: 1 conversations are not those of first")
+    assert said is not ok
+
+
+def test_an_address_that_no_server_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "rate", "ftp://x", "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2 and not (tmp_path / "out").exists()
+    assert "ftp:// is no server's, should be http:// or https://" in capsys.readouterr().err

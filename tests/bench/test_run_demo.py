@@ -27,6 +27,16 @@ def test_a_finished_demo_makes_room_and_an_unfinished_one_is_kept(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("held", "kind"), [('{"kind": "offline"}', "offline"), ('{"kind": "live"}', "live"),
+                                           ("half a fi", "unreadable")])  # fmt: skip
+def test_what_a_demo_replaces_is_said(tmp_path: Path, held: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / DEMO_JSON).write_text(held)
+    _clear_folder(tmp_path)
+    assert capsys.readouterr().err == f"kvpolicy demo: replaces the finished {kind} demo in {tmp_path}\n"
+    _clear_folder(tmp_path)
+    assert not capsys.readouterr().err
+
+
 def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     (tmp_path / DEMO_JSON).write_text("{}")

@@ -56,6 +56,17 @@ def test_the_watermark_study_misses_its_bars_where_the_watermark_is_ignored(monk
     assert [statement.holds for statement in statements] == [True, False, False]
 
 
+def test_the_study_of_two_gpus_judges_means_and_leaves_out_prompts_that_nobody_computed() -> None:
+    study = script("published_two_gpus")
+    cases = {(512, 1, 128): (0.2, 0.05), (512, 2, 128): (0.4, 0.05), (512, 64, 128): (0.8, 0.05)}
+    study.simulated = lambda times, case: (0.19 * case[1], 0.04)
+    lines = list(study.lines_of(None, cases, "made up"))
+    assert [line.published for line in lines] == [200, 50, 400, 50, 50]
+    statements = list(study.statements_of(lines, "made up"))
+    assert [statement.holds for statement in statements] == [True, True, False, False]
+    assert "5.0%, signed -5.0%, 1 of 1" in statements[0].figures
+
+
 def data_folder(folder: Path, prompt: int, output: int) -> Path:
     """Tables in the layouts of the studies' data: 60 requests of ShareGPT and arXiv, one conversation every 2 s."""
     for name in ("lengths", "traces"):

@@ -151,4 +151,4 @@ def test_the_longest_request_is_the_servers_and_an_input_only_where_it_is_given(
     assert lengths == [131072, 100]
     assert "max_model_len" not in plain.inputs()["serving"] and short.inputs()["serving"]["max_model_len"] == 100
     report = simulate(hardware, tmp_path / "c", policies=["always-swap"], max_model_len=100)
-    assert "max_model_len is 100" in report.failed[0].text()
+    assert "max_model_len is 100; should be at least as many (--max-model-len)" in report.failed[0].text()

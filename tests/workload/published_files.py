@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
+
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109
@@ -73,6 +76,26 @@ SHAREGPT = [
     {"id": "silent", "conversations": [{"from": "human", "value": "hello"}]},
     {"id": "second", "conversations": [{"from": "user", "value": "a b c"}, {"from": "assistant", "value": "d e f"}]},
 ]
+
+
+SERVEGEN = """client,window_start_s,rate_per_s,cv,pattern,arg1,arg2
+0,0,0.005,1.0,Gamma,1.0,200.0
+0,600,0.006666666666666667,2.0,Gamma,0.25,600.0
+1,600,0.0033333333333333335,1.5,Weibull,0.7,240.0
+"""
+
+
+def servegen(windows: Path) -> Path:
+    """The lengths that belong to a file of ServeGen's windows: in the folder of its own name, made once."""
+    file = windows.parent / f"{windows.name}-lengths" / "lengths.parquet"
+    if not file.exists():
+        file.parent.mkdir()
+        rows = [(client, 0, field, value, 0.5) for client in (0, 1) for field in ("input_tokens", "output_tokens")
+                for value in (5.0, 80.0)]  # fmt: skip
+        names = ("client", "window_start_s", "field", "value", "prob")
+        columns = {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+        pyarrow.parquet.write_table(pa.table(columns), file)
+    return file
 
 
 def put(folder: Path, name: str, content: str | bytes | Sequence[Any]) -> Path:

@@ -19,6 +19,7 @@ from kvpolicy.workload import (
     Care,
     LengthTable,
     Request,
+    ServeGen,
     ShareGPT,
     Source,
     Think,
@@ -39,6 +40,7 @@ READERS = {
     "azure": (published_files.AZURE_2023, lambda path, care: TimedFile(path, AZURE, care)),
     "burstgpt": (published_files.BURSTGPT_3, lambda path, care: TimedFile(path, BURSTGPT, care)),
     "arrivals": (published_files.ARRIVALS, lambda path, care: TimedFile(path, ARRIVALS, care)),
+    "servegen": (published_files.SERVEGEN, lambda path, care: ServeGen(path, published_files.servegen(path), care)),
     "mooncake": (JSON_LINES, lambda path, care: TimedFile(path, MOONCAKE, care)),
     "lengths": ("prompt_tokens,output_tokens\n5,6\n7,8\n", lambda path, care: LengthTable(path, care=care)),
     "continued lengths": (
@@ -105,5 +107,5 @@ def test_any_bytes_are_read_or_refused(
     assert not isinstance(strict, str) or strict == source.counts.first_damage
     assert [request.arrival_s for request in lenient] == sorted(request.arrival_s for request in lenient)
     assert all(request.prompt_tokens >= 1 and request.output_tokens >= 1 for request in lenient)
-    if kind not in ("sharegpt", "agentic"):
+    if kind not in ("sharegpt", "agentic", "servegen"):
         assert source.counts.rows == source.counts.requests + source.counts.damaged + source.counts.empty

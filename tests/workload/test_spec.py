@@ -29,6 +29,7 @@ FILES = {
     "burstgpt": ("burst.csv.gz", published_files.BURSTGPT_3, "", 2),
     "arrivals": ("plain.csv", published_files.ARRIVALS, "", 3),
     "lengths": ("lengths.csv", "prompt_tokens,output_tokens\n5,6\n7,8\n", "?rate=2", 2),
+    "servegen": ("windows.csv", published_files.SERVEGEN, "", 9),
     "mooncake": ("moon.jsonl.gz", published_files.MOONCAKE, "", 3),
     "agentic": ("agents.jsonl", published_files.AGENTIC, "?users=2", 5),
     "sharegpt": (
@@ -48,6 +49,8 @@ def test_every_format_is_tried_here() -> None:
 def test_a_file_is_known_by_its_name_or_by_its_columns(tmp_path: Path, kind: str) -> None:
     name, content, options, rows = FILES[kind]
     path = published_files.put(tmp_path, name, content)
+    if kind == "servegen":
+        options = f"?lengths={published_files.servegen(path)}"
     named, known = open_workload(f"{kind}:{path}{options}"), open_workload(f"{path}{options}")
     assert type(named) is type(known)
     assert list(named) == list(known)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.stats import Ratio, student_ratio
+from kvpolicy_vllm.bench.exactness import TIE_GAP
 from kvpolicy_vllm.bench.rate_sweep import sustained
 
 WIDTH = 160
@@ -70,8 +71,18 @@ class LoadReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every request was answered."""
-        return not self.errors()
+        """Whether every request was answered, and every arm had the first one's tokens but for ties."""
+        return not self.errors() and not self.wrong()
+
+    def wrong(self) -> int:
+        """Conversations whose tokens differ from the first arm's where the two best log-probabilities are not close, or
+        nobody knows how close they are."""
+        gaps = [at.get("gap") for one in self._comparisons() for at in one["different"]]
+        return sum(gap is None or gap >= TIE_GAP for gap in gaps)
+
+    def _comparisons(self) -> list[Mapping[str, Any]]:
+        """The first arm's tokens against each other arm's, by setting and round."""
+        return [one for comparison in self.results["comparisons"] for one in comparison["tokens"].values()]
 
     def to_dict(self) -> dict[str, Any]:
         """Without the single requests, which are in bench.json."""
@@ -89,7 +100,7 @@ class LoadReport:
             "kind": self.results["kind"],
             "cells": cells,
             "errors": self.errors(),
-            "tokens": {"compared": tokens, "different": different, "largest_gap": gap},
+            "tokens": {"compared": tokens, "different": different, "wrong": self.wrong(), "largest_gap": gap},
         } | ({"sustained": dict(self.sustained())} if self._is_sweep else {})
 
     @property
@@ -146,7 +157,7 @@ class LoadReport:
     def compared(self) -> tuple[int, int, float | None]:
         """Tokens that were compared with the first arm's, conversations that differ, and the largest gap between the
         two best log-probabilities where they do; None where none differs or the server did not say."""
-        found = [one for comparison in self.results["comparisons"] for one in comparison["tokens"].values()]
+        found = self._comparisons()
         different = [at for one in found for at in one["different"]]
         gaps = [at["gap"] for at in different if at.get("gap") is not None]
         return sum(one["tokens"] for one in found), len(different), max(gaps, default=None)
@@ -154,6 +165,11 @@ class LoadReport:
     def text(self) -> str:
         buffer = StringIO()
         console = Console(file=buffer, width=WIDTH, highlight=False, markup=False)
+        if wrong := self.wrong():
+            console.print(
+                f"TOKENS DIFFER: {wrong} conversations are not those of {self.arms[0]}, and no tie of "
+                "log-probabilities explains it. Times of other answers cannot be compared."
+            )
         console.print(self._table())
         for line in self._lines():
             console.print(line)

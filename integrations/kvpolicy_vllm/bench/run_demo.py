@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -146,7 +147,7 @@ def demo(
 
 
 def _clear_folder(out: Path) -> None:
-    """Remove a finished demo from ``out``. Raises InputError where ``out`` holds something else."""
+    """Remove a finished demo from ``out``, and say what goes. Raises InputError where ``out`` holds something else."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file, should be a folder")
     held = [path for path in out.glob("*") if path.name not in (*PARTS, DEMO_JSON)]
@@ -155,11 +156,20 @@ def _clear_folder(out: Path) -> None:
     if held:
         raise InputError(f"{out}: holds {min(held).relative_to(out)}, which is not from a demo; give a new folder")
     if (out / DEMO_JSON).exists():
+        print(f"kvpolicy demo: replaces the finished {_kind_of(out / DEMO_JSON)} demo in {out}", file=sys.stderr)
         for part in PARTS:
             shutil.rmtree(out / part, ignore_errors=True)
             (out / part).unlink(missing_ok=True)
         (out / DEMO_JSON).unlink()
     out.mkdir(parents=True, exist_ok=True)
+
+
+def _kind_of(file: Path) -> str:
+    """Live or offline, as a finished demo says it; "unreadable" where it does not."""
+    try:
+        return str(json.loads(file.read_text())["kind"])
+    except (ValueError, KeyError, TypeError):
+        return "unreadable"
 
 
 def arms_of(scenario: str, order: str, learned: str, threshold: str) -> tuple[Arm, ...]:

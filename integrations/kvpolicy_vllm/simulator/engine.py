@@ -307,7 +307,8 @@ class Engine:
         server, tokens = self.server, request.total_tokens
         if tokens > server.max_model_len:
             raise InputError(
-                f"request {number} has {tokens} tokens, prompt and output; max_model_len is {server.max_model_len}"
+                f"request {number} has {tokens} tokens, prompt and output; max_model_len is {server.max_model_len}; "
+                "should be at least as many (--max-model-len), or the workload limited (?context=)"
             )
         blocks = max_blocks(self.scheduler.kv_cache_manager.coordinator.single_type_managers, tokens - 1)
         if blocks > server.device_blocks:

@@ -135,7 +135,7 @@ def refuse_unservable(server: Server, number: int, request: Request) -> None:
     if request.total_tokens > server.max_model_len:
         raise InputError(
             f"request {number} has {request.total_tokens} tokens, prompt and output; max_model_len is "
-            f"{server.max_model_len}"
+            f"{server.max_model_len}; should be at least as many (--max-model-len), or the workload limited (?context=)"
         )
     blocks = -(-(request.total_tokens - 1) // server.block_size)
     if blocks > server.device_blocks:

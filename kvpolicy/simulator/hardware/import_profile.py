@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpolicy.cost import ModelWarning
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.cost.laws import Channel
 from kvpolicy.errors import InputError
@@ -17,6 +19,7 @@ from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_sheet, links
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware import grids, operators
+from kvpolicy.simulator.hardware.communication import with_all_reduces
 from kvpolicy.simulator.hardware.grids import Attention
 from kvpolicy.simulator.hardware.operator_tables import TableError, TableFile, read_files, with_operator
 from kvpolicy.simulator.hardware.operators import Products, SourcedCurve
@@ -66,13 +69,16 @@ def import_profile(
     device: str | None = None,
     link: SimulatedLink | str | None = None,
     engine: EngineTime = EngineTime(),
+    all_reduce: Path | None = None,
 ) -> Imported:
     """Make the hardware model of one LLM on one device from tables of measured operator times.
 
     ``geometry``: a config.json, the folder of one, or a shape. ``ranks``: tensor-parallel ranks; tables must hold one
-    rank's share, and communication is not counted. ``device``: its name, needed where the tables do not name it or its
+    rank's share. ``device``: its name, needed where the tables do not name it or its
     data sheet has to supply what they lack. ``link``: a name, or BYTES_PER_S[,LATENCY_S]; the device's usual link by
-    default. ``engine``: the engine's own time, which no table holds. Raises InputError for missing inputs, for a
+    default. ``engine``: the engine's own time, which no table holds. ``all_reduce``: Vidur's
+    table of all-reduces on the device, for the communication between ranks, without which several ranks' steps are
+    too short, with a warning. Raises InputError for missing inputs, for a
     mixture of experts, and for layers that keep a state.
     """
     shape = geometry if isinstance(geometry, ModelShape) else ModelShape.read(geometry)
@@ -80,6 +86,8 @@ def import_profile(
         raise InputError(f"{geometry}: a mixture of experts: no table in a known layout holds experts' times")
     if shape.state_bytes:
         raise InputError(f"{geometry}: layers that keep a state: no table in a known layout holds their times")
+    if all_reduce is not None and ranks == 1:
+        raise WrongValue("all_reduce", f"is {all_reduce}, should be given with 2 ranks or more: one rank has nobody")
     if link or device:  # report errors that do not need the tables before reading them
         _copies(link, known_sheet(device))
     _refuse_other_ranks(tables, ranks)
@@ -87,11 +95,14 @@ def import_profile(
     device_in_tables = next((table_file.device for table_file in files if table_file.device), None)
     sheet = known_sheet(device or device_in_tables)
     copies, copies_source = _copies(link, sheet)
-    parts = _model_parts(files, Geometry.of_shape(shape, ranks), ranks, sheet)
-    tokens, sequences, attention = parts
+    rank = Geometry.of_shape(shape, ranks)
+    tokens, sequences, attention = _model_parts(files, rank, ranks, sheet)
+    if all_reduce is not None:
+        tokens = with_all_reduces(tokens, all_reduce, rank, ranks)
+    parts = (tokens, sequences, attention)
     model = HardwareModel(
         device=device or device_in_tables or "unnamed in the tables",
-        geometry=Geometry.of_shape(shape, ranks).to_dict(),
+        geometry=rank.to_dict(),
         ranks=ranks,
         engine=engine,
         tokens=tokens.curve,
@@ -102,8 +113,10 @@ def import_profile(
         copies=copies,
         copies_source=copies_source,
         inputs=tuple(source.described(content) for part in parts for source, content in part.sources),
-        notes=_notes(files, parts, ranks),
+        notes=_notes(files, parts),
     )
+    if model.lacks_communication:
+        warnings.warn(f"{out}: {model.lacks_communication}; --all-reduce FILE gives it", ModelWarning, stacklevel=2)
     return Imported(model, model.write(out))
 
 
@@ -115,9 +128,7 @@ def _refuse_other_ranks(tables: Sequence[Path], ranks: int) -> None:
             raise TableError(f"{file}: its name says tp{named_ranks[-1]}, ranks is {ranks}: both should be the same")
 
 
-def _notes(
-    files: Sequence[TableFile], parts: tuple[SourcedCurve, SourcedCurve, Attention], ranks: int
-) -> tuple[str, ...]:
+def _notes(files: Sequence[TableFile], parts: tuple[SourcedCurve, SourcedCurve, Attention]) -> tuple[str, ...]:
     notes = [note for part in parts for note in part.notes]
     used = {source.file for part in parts for source, _ in part.sources}
     notes += [f"{table_file.file.name}: not used" for table_file in files if table_file.file not in used]
@@ -131,8 +142,6 @@ def _notes(
     ]
     if shapeless:
         notes.append(f"{', '.join(shapeless)}: no column gives the shape, which is assumed to be this model's")
-    if ranks > 1:
-        notes.append(f"{ranks} ranks: their communication is in no table and not counted")
     return tuple(dict.fromkeys(notes))
 
 

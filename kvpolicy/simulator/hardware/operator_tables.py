@@ -115,12 +115,16 @@ def rows_of(file: Path) -> tuple[Layout, Rows]:
     return layout, rows
 
 
-def _recognise(file: Path) -> tuple[Layout | None, Rows]:
+def columns_of(file: Path) -> Rows:
+    """A file's columns, in whatever layout. Raises :class:`TableError` where it cannot be read."""
     try:
-        table = _read(file)
-        rows = Rows(str(file), table)
+        return Rows(str(file), _read(file))
     except (pa.ArrowException, OSError, TraceError, UnicodeDecodeError) as error:
         raise TableError(f"{file}: cannot be read: {error}") from error
+
+
+def _recognise(file: Path) -> tuple[Layout | None, Rows]:
+    rows = columns_of(file)
     return next((layout for layout in LAYOUTS if layout.needs <= set(rows.names)), None), rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
+from kvpolicy.cost import ModelWarning
 from kvpolicy.cost.laws import Channel
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.events import Direction
@@ -25,6 +27,8 @@ from kvpolicy.stored_values import is_number, list_at, number_at, object_at, rea
 FILE = "hardware.json"
 KIND = "kvpolicy hardware model"
 SCHEMA_VERSION = 1
+ALL_REDUCE = "vidur all-reduce"
+"""Layout of the table that communication between ranks is taken from, among a model's inputs."""
 
 
 class HardwareError(KVPolicyError):
@@ -89,6 +93,16 @@ class HardwareModel:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
+    @property
+    def lacks_communication(self) -> str:
+        """That steps are too short for want of communication between ranks, in words; empty where they are not."""
+        if self.ranks == 1 or any(table.get("layout") == ALL_REDUCE for table in self.inputs):
+            return ""
+        return (
+            f"no table of all-reduces of {self.ranks} ranks of {self.device}: steps are WITHOUT communication between "
+            "ranks, and too short by it"
+        )
+
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers of one rank."""
         return block_size * Geometry.from_dict(self.geometry).kv_bytes_per_token
@@ -104,8 +118,14 @@ class HardwareModel:
 
 
 def load_hardware(path: Path | str) -> TableTimes:
-    """The ``Times`` in a folder that ``kvpolicy import-profile`` wrote. Raises :class:`HardwareError`."""
-    return TableTimes(read_hardware(path))
+    """The ``Times`` in a folder that ``kvpolicy import-profile`` wrote. Raises :class:`HardwareError`.
+
+    Warns where they are those of several ranks without their communication.
+    """
+    model = read_hardware(path)
+    if model.lacks_communication:
+        warnings.warn(f"hardware model {path}: {model.lacks_communication}", ModelWarning, stacklevel=2)
+    return TableTimes(model)
 
 
 def read_hardware(path: Path | str) -> HardwareModel:
@@ -220,9 +240,10 @@ class TableTimes:
     @property
     def source(self) -> str:
         files = ", ".join(str(table["file"]) for table in self.model.inputs)
+        lacks = f"; {self.model.lacks_communication}" if self.model.lacks_communication else ""
         return (
-            f"steps: measured tables {files} ({self.model.device}); engine's own time: {self.model.engine.source}; "
-            f"copies not measured: {self.model.copies_source}"
+            f"steps: measured tables {files} ({self.model.device}){lacks}; engine's own time: "
+            f"{self.model.engine.source}; copies not measured: {self.model.copies_source}"
         )
 
     def step_s(self, load: StepLoad) -> float:
