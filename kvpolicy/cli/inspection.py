@@ -1,4 +1,4 @@
-"""The commands that look into a run: `export` writes a recorded one for a viewer."""
+"""The commands that look into a run: `export` writes a recorded one for a viewer, `watch` shows a live one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpolicy import trace as traces
+from kvpolicy.cli.screen import watch
 from kvpolicy.trace.timeline import write_events
 
 
@@ -24,3 +25,4 @@ def export(
 
 def add_to(app: typer.Typer) -> None:
     app.command()(export)
+    app.command()(watch)
