@@ -54,7 +54,7 @@ def with_chart(drawn: Markup, figure: Figure, label: str, inks: Mapping[str, str
     """
     if any(isinstance(part, QuadMesh) for axes in figure.axes for part in axes.collections):
         return drawn
-    panels = [axes for axes in figure.axes if axes.yaxis.get_label_position() != "right"]
+    panels = [axes for axes in figure.axes if str(axes.yaxis.get_label_position()) != "right"]
     data: list[Series] = []
     layout: dict[str, Any] = {"height": round(PIXELS_PER_INCH * figure.get_size_inches()[1])}
     layout |= {"shapes": [], "annotations": list(_titles(panels))}
