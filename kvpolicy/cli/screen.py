@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.events import KINDS
-from kvpolicy.watching import OURS, Metrics, fetch, last_decisions
+from kvpolicy.server_metrics import OURS, Metrics, fetch, last_decisions
 
 DECISIONS = 8
 

@@ -19,9 +19,9 @@ from rich.console import Console
 from kvpolicy.cli import main
 from kvpolicy.cli.screen import Watcher
 from kvpolicy.errors import InputError
-from kvpolicy.watching import Metrics, fetch, last_decisions
+from kvpolicy.server_metrics import Metrics, fetch, last_decisions
 from tests.synthetic import make_trace
-from tests.test_watching import TEXT
+from tests.test_server_metrics import TEXT
 
 
 def shown(watcher: Watcher) -> str:

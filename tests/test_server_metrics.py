@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.errors import InputError
-from kvpolicy.watching import Metrics, last_decisions, metrics_address
+from kvpolicy.server_metrics import Metrics, last_decisions, metrics_address
 from tests.synthetic import make_trace
 
 TEXT = """\
