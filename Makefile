@@ -9,6 +9,7 @@
 # make help       these lines
 # make lint       ruff and mypy: lint, format and types
 # make check      that, and the tests that start no engine
+# make board      the Grafana dashboard, checked against the types of @grafana/schema; needs npm
 # make fuzz       the properties, held against twenty times as many examples, new ones at every run
 # make soak       1,000 drawn schedules over the scheduler of every vLLM that is claimed, on all cores, half an hour to an
 #                 hour; taken up where it was. SOAK_FLAGS="--versions 0.30.0 --seeds 0:100", see tests/vllm/soak.py
@@ -46,7 +47,7 @@ GPU_FLAGS ?=
 # All passed before, or flags chose none: pytest says 5 then.
 RESUMED = -p tests.resume --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
 
-.PHONY: help docs dist demo characterize lint check fuzz soak sources test-version test-build test-sources features environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: help board docs dist demo characterize lint check fuzz soak sources test-version test-build test-sources features environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .PHONY: test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers
 .DELETE_ON_ERROR:
 
@@ -128,6 +129,9 @@ features: .venv/.made
 gpu-check gpu-swap gpu-profile gpu-overload: gpu-%:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/integrations$${PYTHONPATH:+:$$PYTHONPATH}" \
 	$(GPU_PYTHON) -m benchmarks.gpu.$* $(GPU_FLAGS)
+
+board:
+	$(PYTHON) tools/board_types.py out/grafana-types
 
 # The first lines of this file.
 help:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -60,6 +61,43 @@ def test_the_files_that_compose_mounts_exist() -> None:
     assert {place for place in mounted if not place.startswith(".")} == set(compose["volumes"])
     build = services["vllm"]["build"]
     assert (EXAMPLES / "compose" / build["context"] / build["dockerfile"]).is_file()
+
+
+COMPOSE = next(filter(None, map(shutil.which, ("docker-compose", "docker"))), None)
+"""The tool that reads the file without a daemon: the standalone one, or docker with its plugin."""
+
+
+def composed(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    assert COMPOSE is not None
+    command = [COMPOSE, *(["compose"] if Path(COMPOSE).name == "docker" else []), "-f", "compose.yaml", "config"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(COMPOSE is None, reason="neither docker-compose nor docker is installed")
+def test_compose_takes_its_file_and_asks_for_what_is_unset(tmp_path: Path) -> None:
+    folder = EXAMPLES / "compose"
+    done = composed(folder, MODEL="org/name", GRAFANA_PASSWORD="secret")
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    assert services.keys() == {"vllm", "prometheus", "grafana"} and services["vllm"]["command"][0] == "org/name"
+    unset = composed(folder, MODEL="org/name")
+    assert unset.returncode != 0 and "set a password for the user admin" in unset.stderr
+    (tmp_path / "compose.yaml").write_text((folder / "compose.yaml").read_text().replace("depends_on", "depend_on"))
+    assert composed(tmp_path, MODEL="org/name", GRAFANA_PASSWORD="secret").returncode != 0, (
+        "what is misspelt is refused"
+    )
+
+
+def test_kubernetes_takes_its_file() -> None:
+    """By the schemas of the newest version that the validator has, and strictly: no field that there is not."""
+    validator = pytest.importorskip("kubernetes_validate")
+    documents = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
+    for document in documents:
+        validator.validate(document, validator.latest_version(), strict=True)
+    documents[0]["spec"]["replica"] = 1
+    with pytest.raises(validator.utils.ValidationError, match="replica"):
+        validator.validate(documents[0], validator.latest_version(), strict=True)
 
 
 def test_what_the_image_copies_is_enough_to_build(tmp_path: Path) -> None:

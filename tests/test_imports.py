@@ -18,7 +18,7 @@ LAYERS = (
     ("events", "overflow", "prefix_hits", "shape", "regression", "extensions", "code_digest", "request_marks"),
     ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "client", "trace"),
-    ("attribution", "host_store", "tiers", "prefix_store"),
+    ("attribution", "host_store", "tiers", "prefix_store", "server_metrics"),
     ("cost", "datasets"),
     ("policy", "training"),
     ("evaluation", "settings", "simulator", "explanation"),

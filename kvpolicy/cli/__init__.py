@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import kvpolicy
-from kvpolicy.cli import bench, catalog, measure, study
+from kvpolicy.cli import bench, catalog, inspection, measure, study
 from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import EngineFailed, KVPolicyError
 
@@ -32,6 +32,7 @@ measure.add_to(app)
 study.add_to(app)
 bench.add_to(app)
 catalog.add_to(app)
+inspection.add_to(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -152,12 +152,15 @@ def _ratios(one: Results) -> Figure:
     drawing, (axes,) = new_figure(1.2 + 0.55 * len(names))
     for number, arm in enumerate(others):
         colour, mark = MARKS[len(MARKS) - len(others) + number]
-        for row, figure in enumerate(names):
-            ratio = one["ratios"][f"{figure} {arm} / {stock}"]
-            at = row + 0.22 * (number - (len(others) - 1) / 2)
-            if ratio["low"] is not None:
-                axes.plot([ratio["low"], ratio["high"]], [at, at], color=colour, linewidth=2)
-            axes.plot([ratio["value"]], [at], color=colour, marker=mark, linestyle="", label=arm if not row else None)
+        ratios = [one["ratios"][f"{figure} {arm} / {stock}"] for figure in names]
+        values = [ratio["value"] for ratio in ratios]
+        ends = [(ratio["value"],) * 2 if ratio["low"] is None else (ratio["low"], ratio["high"]) for ratio in ratios]
+        below = [value - low for value, (low, _) in zip(values, ends, strict=True)]
+        above = [high - value for value, (_, high) in zip(values, ends, strict=True)]
+        rows = [row + 0.22 * (number - (len(others) - 1) / 2) for row in range(len(names))]
+        axes.errorbar(
+            values, rows, xerr=[below, above], color=colour, marker=mark, linestyle="", elinewidth=2, label=arm
+        )
     axes.axvline(1.0, color=INK, linewidth=1)
     axes.set_xscale("log")
     low, high = axes.get_xlim()

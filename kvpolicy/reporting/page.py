@@ -21,6 +21,7 @@ from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import FIGURES, SERVED
 from kvpolicy.reporting import figures as colours
+from kvpolicy.reporting.charts import library, with_chart
 from kvpolicy.reporting.figures import draw, svg, write
 from kvpolicy.reporting.findings import PAPER
 from kvpolicy.reporting.group import Group, link_name
@@ -118,11 +119,13 @@ def templates() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
+    environment.globals["charts"] = library
     return environment
 
 
 def inline(figure: Figure, name: str, label: str) -> Markup:
     """The figure as SVG inside a page: without prologue, in the page's colours, its ids made distinct by ``name``.
+    With it, what the interactive chart is drawn from (:mod:`kvpolicy.reporting.charts`).
 
     ``label``: what it is called where it is read aloud.
     """
@@ -133,7 +136,8 @@ def inline(figure: Figure, name: str, label: str) -> Markup:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1))
+    drawn = Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1))
+    return with_chart(drawn, figure, label, INKS)
 
 
 def _section(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> dict[str, Any]:

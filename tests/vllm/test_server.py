@@ -25,6 +25,7 @@ import pytest
 import kvpolicy
 from benchmarks.gpu.alternating import ALTERNATING
 from kvpolicy import trace
+from kvpolicy.cli.screen import DECISIONS
 from kvpolicy.settings import ServerSettings
 from kvpolicy.simulator.trace_workload import RecordedRequests
 from tests.policy.ten_line_policy import Longer
@@ -187,6 +188,7 @@ def test_thirty_two_clients_then_killed(model: str, tmp_path: Path) -> None:
         assert result["open_preemptions"] == 0
         assert result["cost_model"] == 1
         wait_until(lambda: is_recorded(folder, result), lambda: "what came about is not written while the server runs")
+        assert_watched(base, folder, result)
         with ThreadPoolExecutor(32) as pool:
             cut_off = [pool.submit(complete, base, 1000 + client, (500, 600)) for client in range(32)]
             again = "nobody is preempted again"
@@ -195,6 +197,24 @@ def test_thirty_two_clients_then_killed(model: str, tmp_path: Path) -> None:
             process.wait(timeout=PATIENCE_S)
         assert any(future.exception() is not None for future in cut_off)
     assert is_recorded(folder, result)
+
+
+def assert_watched(base: str, folder: Path, told: dict[str, float]) -> None:
+    """`kvpolicy watch` shows what this server said and recorded."""
+    command = [sys.executable, "-m", "kvpolicy.cli", "watch", base, "--trace", str(folder), "--once"]
+    environment = {**os.environ, "COLUMNS": "200"}
+    shown = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, cwd=harness.ROOT
+    ).stdout
+    rows = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines()]
+    named = {row[0]: row[1:] for row in rows if len(row) == 2}
+    assert named["host blocks in use"] == [f"0 of {told['host_slots_total']:g}"] and "%" in named["KV memory in use"][0]
+    assert named["preemptions, as vLLM counts"] == [f"{told['preemptions_total']:g}"]
+    assert named["in force"][0].startswith("policy alternating") and named["requests waiting"] == ["0"]
+    choices = [row for row in rows if len(row) == 4 and row[3].endswith("of all executed")]
+    assert sum(float(row[2]) for row in choices) == told["preemptions_total"]
+    decided = [row for row in rows if len(row) == 7 and row[2] in ("recompute", "swap")]
+    assert len(decided) == min(DECISIONS, told["preemptions_total"])
 
 
 def test_requests_say_what_they_are(model: str, tmp_path: Path) -> None:
