@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from urllib.request import urlopen
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
+from kvpolicy.trace.parts import parts_of
 
 OURS = "vllm:kvpolicy_"
 MAX_BYTES = 16 * 2**20
 """Of an answer: vLLM's metrics are some 100 kB."""
 PARTS = 3
 """Newest part files of a core's decisions and outcomes that are looked at."""
+ROWS = 1000
+"""Last rows of each: a merged part may have a hundred thousand."""
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Labels = tuple[tuple[str, str], ...]
@@ -108,7 +112,8 @@ def last_decisions(folder: Path, number: int) -> list[dict[str, Any]]:
 
 def _newest(core: Path, name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for path in sorted((core / name).glob("part-*.parquet"))[-PARTS:]:
-        if path.exists():  # a server that compacts its trace may have replaced it meanwhile
-            rows += traces.read_part(path, name).to_pylist()
+    for part in parts_of(core / name)[-PARTS:]:
+        with suppress(FileNotFoundError):  # a server that merges its parts may have replaced it meanwhile
+            table = traces.read_part(part.path, name)
+            rows += table.slice(max(0, table.num_rows - ROWS)).to_pylist()
     return rows

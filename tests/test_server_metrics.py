@@ -8,6 +8,8 @@ import pytest
 
 from kvpolicy.errors import InputError
 from kvpolicy.server_metrics import Metrics, last_decisions, metrics_address
+from kvpolicy.trace import core_folders
+from kvpolicy.trace.parts import part_path, parts_of
 from tests.synthetic import make_trace
 
 TEXT = """\
@@ -61,3 +63,14 @@ def test_addresses(url: str) -> None:
     for wrong in ("localhost:8000", "file:///etc/passwd", ""):
         with pytest.raises(InputError, match="is no address of a server"):
             metrics_address(wrong)
+
+
+def test_the_last_decisions_are_the_same_of_merged_files(tmp_path: Path) -> None:
+    make_trace(states=3, repeats=2).write(tmp_path / "trace")
+    before = last_decisions(tmp_path / "trace", 4)
+    for core in core_folders(tmp_path / "trace"):
+        for name in ("decisions", "outcomes"):
+            (only,) = parts_of(core / name)
+            only.path.rename(part_path(core / name, 0, 31))
+            only.path.write_bytes(b"left behind by an interrupted merge")
+    assert last_decisions(tmp_path / "trace", 4) == before
