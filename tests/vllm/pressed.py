@@ -10,6 +10,8 @@ from tests.vllm import harness, scenarios
 
 ABORTS, FORCED, RESETS = 0.01, 0.06, 0.01
 """Shares of the steps before which each comes about."""
+RESET_BY = 60
+"""By this step one comes about, whatever is drawn: with good drafts there are few steps."""
 SHARE_LEFT = 2.5
 """Memory left under pressure, in requests of the greatest length."""
 AT_ONCE = 2
@@ -73,7 +75,7 @@ class Pressure:
             run.engine.abort_request([name])
         if draw() < FORCED and scheduler.running:
             scheduler.preempt_at_next_step(self._rng.choice(scheduler.running).request_id)
-        if draw() < RESETS:
+        if draw() < RESETS or (not self.resets and step >= RESET_BY):
             self._reset()
 
     def _reset(self) -> None:
