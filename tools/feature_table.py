@@ -8,8 +8,8 @@ library.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -24,8 +24,12 @@ ANY = "any"
 """Version of a test that needs no vLLM."""
 WORDS = {"engine": "yes", "scheduler": "scheduler", "refused": "refused"}
 """What a cell says, by how the test that passed shows it, the strongest first."""
-NAMED = re.compile(r'mark\.feature\(\s*"([^"]+)"|\bFamily\(\s*\w+,\s*"([^"]+)"|"([^",]+)[^"]*": Feature\(')
-"""A feature in a test's mark, of a family of models, or of an engine of ``tests/vllm/features.py``."""
+MARKS = ("feature", "shows")
+"""Functions whose texts are features: `pytest.mark.feature`, and decorators that mark with several."""
+BY_VALUE, BY_KEY = ("FEATURES",), ("REQUESTS", "ENGINES")
+"""Names of dictionaries whose values, or keys up to a comma, are features that tests are marked with."""
+PROFILED = ("sliding windows", "Mamba2 states", "GDN states")
+"""Kinds of layers of the families that are profiled in `tests/vllm/test_measured_families.py`."""
 NOT_TESTED = {
     "a GPU": "every test in this table runs on a CPU; `make gpu-check` is separate, see [gpu.md](gpu.md)",
     "model runner v2": "needs Triton, which vLLM's CPU build lacks; models with states are refused on it unless "
@@ -56,12 +60,40 @@ def main() -> int:
 
 
 def marked_features() -> dict[str, set[str]]:
-    """Files that name each feature in a literal: tests, and the models and engines that tests take their marks from."""
+    """Files that name each feature: tests, and the models and engines that tests take their marks from."""
     found: dict[str, set[str]] = defaultdict(set)
+    profiled: set[str] = set()
     for path in TESTS.glob("vllm/*.py"):
-        for name in NAMED.findall(path.read_text()):
-            found["".join(name)].add(path.relative_to(TESTS).as_posix())
-    return found
+        tree = ast.parse(path.read_text())
+        file = path.relative_to(TESTS).as_posix()
+        for node in ast.walk(tree):
+            for name in named_in(node):
+                found[name].add(file)
+        if "a profile of {families" in path.read_text():  # marked by family, of those that are kept
+            profiled.add(file)
+    kinds = [name for name, files in found.items() if "vllm/families.py" in files]
+    return found | {f"a profile of {name}": profiled for name in kinds if profiled and name in PROFILED}
+
+
+def named_in(node: ast.AST) -> list[str]:
+    """Features that are named at this place of a module."""
+    if isinstance(node, ast.Call):
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if called in MARKS:
+            return texts(node.args)
+        return texts(node.args[1:2]) if called == "Family" else []
+    if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = {target.id for target in targets if isinstance(target, ast.Name)}
+        if names & {*BY_VALUE}:
+            return texts(node.value.values)
+        if names & {*BY_KEY}:
+            return [text.split(",")[0] for text in texts(node.value.keys)]
+    return []
+
+
+def texts(nodes: Iterable[ast.expr | None]) -> list[str]:
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def with_table(page: str, rows: list[dict[str, Any]]) -> str:
