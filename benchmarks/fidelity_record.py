@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.request_marks import Hints
 from kvpolicy.workload import (
     AZURE_CONVERSATION,
     DEEPSEEK_R1,
@@ -108,7 +109,9 @@ class Real:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Real:
         lists = {
-            "requests": tuple(Request(**request) for request in values["requests"]),
+            "requests": tuple(
+                Request(**request | {"hints": Hints(**request.get("hints", {}))}) for request in values["requests"]
+            ),
             "ttft_s": tuple(values["ttft_s"]),
             "itl_s": tuple(tuple(gaps) for gaps in values["itl_s"]),
         }
