@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -65,6 +66,29 @@ def test_the_study_of_two_gpus_judges_means_and_leaves_out_prompts_that_nobody_c
     statements = list(study.statements_of(lines, "made up"))
     assert [statement.holds for statement in statements] == [True, True, False, False]
     assert "5.0%, signed -5.0%, 1 of 1" in statements[0].figures
+
+
+def test_the_shares_that_fit_a_device_are_found_and_those_of_another_are_not_its_own() -> None:
+    study = script("published_sheets")
+
+    class MadeUp(study.Judged):
+        """Its tables are a data sheet's steps under other shares."""
+
+        def __init__(self, place: Any, shares: list[float]) -> None:
+            self.place = place
+            self._shape = study.ModelShape.from_config(dict(place.config))
+            self.kinds, loads = zip(*study.steps(), strict=True)
+            self._loads = np.array(loads, dtype=float)
+            self.measured = self.by_sheet(study.with_shares(shares))
+
+    first, second = MadeUp(study.PLACES[0], [0.5, 0.3, 0.9, 0.8]), MadeUp(study.PLACES[1], [0.9, 0.7, 0.4, 0.3])
+    arms = {arm: study.outcome(first, arm, assumed) for arm, assumed in study.arms(first, [second])}
+    found = list(arms["shares fitted here"]["shares"].values())
+    assert found == pytest.approx([0.5, 0.3, 0.9, 0.8], rel=0.02)
+    assert not any(study.off(list(arms.values()), "shares fitted here"))
+    assert all(study.off(list(arms.values()), "shares of the other devices"))
+    # 2 ms more a step, and not less.
+    assert arms["as it is"]["errors"]["decodes"][1] > arms["without 2 ms a step"]["errors"]["decodes"][1]
 
 
 def data_folder(folder: Path, prompt: int, output: int) -> Path:
