@@ -192,10 +192,12 @@ def has_bfloat16() -> bool:
     return "bf16" in Path("/proc/cpuinfo").read_text()
 
 
-def make(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write the family's model and a tokenizer to ``folder``; return the folder."""
+def make(name: str, folder: Path, seed: int = 0, kv_heads: int | None = None) -> Path:
+    """Write the family's model and a tokenizer to ``folder``; return the folder. ``kv_heads``: others than its own."""
     family = (PLAIN | FAMILIES)[name]
     config = family.config()
+    if kv_heads is not None:
+        config.num_key_value_heads = kv_heads
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, family.dtype))

@@ -24,6 +24,7 @@ MAX_WARM = 2
 TIE_GAP = 1e-4
 """A first difference where the reference's two best log-probabilities are closer than this is a tie."""
 TIES_PER_TOKEN = 1 / 50_000
+HOST_GIB = 0.25
 
 
 def environment(workers: int = 1, multiprocess: bool = False) -> dict[str, str]:
@@ -101,7 +102,7 @@ def plugin(policy: str, **extra: Any) -> dict[str, Any]:
             "kv_role": "kv_producer",
             "kv_load_failure_policy": "recompute",
             "kv_connector_module_path": "kvpolicy_vllm.connector",
-            "kv_connector_extra_config": {"policy": policy, "host_gib": 0.25, **extra},
+            "kv_connector_extra_config": {"policy": policy, "host_gib": HOST_GIB, **extra},
         },
     }
 

@@ -287,6 +287,20 @@ def test_ranks_beyond_the_kv_heads_hold_copies(model: str) -> None:
     assert alone.host_blocks == (1 << 29) // alone.block_bytes
 
 
+def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_path: Path) -> None:
+    """A hybrid's attention block has the bytes of a state, so ranks without a head of their own need fewer tokens a
+    block. Before, layers of several ranks were made as one rank's, and vLLM refused the state that did not fit."""
+    model = str(families.make("granite-4", tmp_path / "model", kv_heads=1))
+    alone, two = (check(model, SWAP, ["--dtype", "float32", "--tensor-parallel-size", str(n)]) for n in (1, 2))
+    state, (width, heads, head) = 8 * 32 * 32 * 4, (4, 1, 32)  # of one layer, without that of its convolution
+    assert alone.ok and two.ok
+    for found, ranks in ((alone, 1), (two, 2)):
+        (attention,) = [group for group in found.groups if group.kind == "FullAttentionSpec"]
+        rank_bytes = 2 * attention.block_size * heads * head * width
+        assert found.block_bytes == ranks * rank_bytes >= state
+    assert two.groups[-1].block_size < alone.groups[-1].block_size
+
+
 def test_the_command_ends_with_status_one_where_it_is_refused(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvpolicy.settings import ServerSettings
+from kvpolicy_vllm.check import check
 from tests.vllm import families, features, harness
 from tests.vllm.versions import skip_before_tables
 
@@ -110,6 +112,21 @@ def test_an_order_under_pressure(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt-oss", "granite-4"])
 def test_two_ranks_under_pressure(family: str, tmp_path: Path) -> None:
     assert_unharmed(pressed(family, requests(17), {"tensor_parallel_size": 2}, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.feature("more ranks than KV heads")
+@pytest.mark.parametrize("family", ["llama", "granite-4"])
+def test_more_ranks_than_kv_heads_under_pressure(family: str, tmp_path: Path) -> None:
+    """Both ranks keep the one head's keys and values, and half of the states each: copies weigh as the check says."""
+    model = families.make(family, tmp_path / "model", kv_heads=1)
+    result = pressed(family, requests(19), {"tensor_parallel_size": 2}, tmp_path, model)
+    assert_unharmed(result)
+    flags = ["--dtype", "float32", "--tensor-parallel-size", "2"]
+    if size := (families.PLAIN | families.FAMILIES)[family].engine.get("block_size"):
+        flags += ["--block-size", str(size)]
+    found = check(str(model), ServerSettings("always-swap", host_gib=harness.HOST_GIB), flags)
+    assert found.ok and found.host_blocks == result["stats"]["host_slots_total"]
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from kvpolicy_vllm.bench.engine_flags import server_arguments, server_config
 from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.models import make_llama
 from kvpolicy_vllm.bench.profile_parts import tables_of
-from kvpolicy_vllm.bench.weightless import laid_out, rank_block_bytes
+from kvpolicy_vllm.bench.weightless import laid_out
 from kvpolicy_vllm.plugin.engine_config import geometry_of
-from kvpolicy_vllm.plugin.kv_layout import block_size, is_plain, kept_layers
+from kvpolicy_vllm.plugin.kv_layout import block_bytes, block_size, is_plain, kept_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +71,7 @@ def _blocks_of(config: VllmConfig) -> dict[str, Any]:
     ranks = int(config.parallel_config.tensor_parallel_size)
     try:
         kv_cache = laid_out(config)
-        rank_bytes = rank_block_bytes(config, kv_cache)
+        rank_bytes = block_bytes(kv_cache)
     # The model's own error, or one of a model that needs its weights or a device to be made.
     except Exception:  # noqa: BLE001
         windows_whole = bool(config.scheduler_config.disable_hybrid_kv_cache_manager)

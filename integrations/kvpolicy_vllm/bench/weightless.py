@@ -1,4 +1,4 @@
-"""The KV cache of a model whose layers are made without weights: on torch's meta device, for one rank.
+"""The KV cache of a model whose layers are made without weights, on torch's meta device, as the first rank has it.
 
 The check and the inspection before a profile call it; it imports vLLM, and sets its process up as a rank of an engine.
 """
@@ -6,7 +6,8 @@ The check and the inspection before a profile call it; it imports vLLM, and sets
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
@@ -22,8 +23,6 @@ from vllm.v1.attention.backends import utils
 from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
-
-from kvpolicy_vllm.plugin.kv_layout import block_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,10 +36,9 @@ planning = import_module(PLANNING if find_spec(PLANNING) else UNTIL_0_32)
 
 
 def laid_out(config: VllmConfig) -> KVCacheConfig:
-    """The KV cache of the model's layers and of its drafter's, made without memory."""
+    """The KV cache of the model's layers and of its drafter's as the server's first rank has it, without memory."""
     dtype = torch.get_default_dtype()
-    with set_current_vllm_config(config):
-        _be_the_one_rank()
+    with set_current_vllm_config(config), _first_of(int(config.parallel_config.tensor_parallel_size)):
         torch.set_default_dtype(config.model_config.dtype)
         try:
             with torch.device("meta"):
@@ -56,17 +54,6 @@ def laid_out(config: VllmConfig) -> KVCacheConfig:
         _prepare(config, layers.values(), specs.values())
         groups = planning.get_kv_cache_groups(config, specs)
         return cast("KVCacheConfig", planning.get_kv_cache_config_from_groups(config, groups, PLENTY))
-
-
-def rank_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
-    """Bytes of a block that one of the server's ranks holds. ``kv_cache``: from :func:`laid_out`."""
-    ranks = int(config.parallel_config.tensor_parallel_size)
-    return block_bytes(kv_cache) // min(ranks, kv_heads(config))
-
-
-def kv_heads(config: VllmConfig) -> int:
-    """KV heads over all ranks. Where there are more ranks, several hold the same."""
-    return 1 if config.model_config.use_mla else int(config.model_config.get_total_num_kv_heads())
 
 
 def _make_drafter(config: VllmConfig) -> None:
@@ -89,13 +76,20 @@ def _make_drafter(config: VllmConfig) -> None:
         initialize_model(drafting, model_config=speculation.draft_model_config)
 
 
-def _be_the_one_rank() -> None:
-    """Layers ask for the ranks of their group."""
-    if torch.distributed.is_initialized():
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        init_distributed_environment(1, 0, (Path(folder) / "rendezvous").as_uri(), 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+@contextmanager
+def _first_of(ranks: int) -> Iterator[None]:
+    """Layers ask their group how many ranks share them, and keep the first one's heads and states. They say nothing to
+    the others while they are made, so there need be none: this process is a group of its own."""
+    if not torch.distributed.is_initialized():
+        with tempfile.TemporaryDirectory() as folder:
+            init_distributed_environment(1, 0, (Path(folder) / "rendezvous").as_uri(), 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+    group = get_tp_group()
+    alone, group.world_size = group.world_size, ranks
+    try:
+        yield
+    finally:
+        group.world_size = alone
 
 
 def _prepare(config: VllmConfig, layers: Iterable[Any], specs: Iterable[Any]) -> None:

@@ -16,13 +16,14 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy_vllm.bench.engine_flags import RefusedByVllm, server_arguments, server_config
 from kvpolicy_vllm.bench.engine_process import jobs
-from kvpolicy_vllm.bench.weightless import laid_out, rank_block_bytes
+from kvpolicy_vllm.bench.weightless import laid_out
 from kvpolicy_vllm.check.remedies import helping
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.connector import cores_here, host_slots, pools
 from kvpolicy_vllm.plugin.connector_list import own_settings
 from kvpolicy_vllm.plugin.engine_config import device_name
 from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
+from kvpolicy_vllm.plugin.kv_layout import block_bytes
 from kvpolicy_vllm.plugin.scheduler import refuse_order
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.tested_setups import untested_inputs
@@ -106,7 +107,7 @@ def served_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     plugin does when an engine starts."""
     refuse_unsupported(config, kv_cache)
     settings = Settings.read(config.kv_transfer_config.kv_connector_extra_config)
-    rank_bytes = rank_block_bytes(config, kv_cache)
+    rank_bytes = block_bytes(kv_cache)
     pool_count = pools(config, kv_cache, settings)
     slots = host_slots(settings, rank_bytes, pool_count)
     if settings.cache_files is not None:
