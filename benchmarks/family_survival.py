@@ -40,7 +40,7 @@ PROMPT_SPREAD, OUTPUT_SPREAD = 0.3, 0.5
 CONTEXT = 16384
 BUDGET = 2048
 OUTPUTS = (300, 1000)
-SHOWN = ("llama-3.1-8b", "gpt-oss-20b", "gemma-3-12b", "granite-4-h-small", "qwen3-next-80b-a3b")
+SHOWN = ("llama-3.1-8b", "gpt-oss-20b", "gemma-3-12b", "granite-4-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b")
 DEFAULT, DENSE, WHOLE = "default", "retention None", "hybrid manager off"
 
 

@@ -52,6 +52,7 @@ def run(layers: ModelLayers, how: str, server: Server) -> Run:
         ("gpt-oss-20b", ["FullAttention", "SlidingWindow"], 12, 16),
         ("gemma-3-12b", ["FullAttention", *["SlidingWindow"] * 5], 8, 16),
         ("granite-4-h-small", ["FullAttention", *["Mamba"] * 9], 4, 528),
+        ("nemotron-h-8b", ["FullAttention", *["Mamba"] * 6], 4, 528),
         ("qwen3-next-80b-a3b", ["FullAttention", *["Mamba"] * 3], 12, 544),
     ],
 )

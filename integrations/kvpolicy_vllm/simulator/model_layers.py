@@ -177,6 +177,8 @@ MODELS: Mapping[str, ModelLayers] = {
         ModelLayers("gemma-3-12b", (Attention(40, 8, 256, window=1024), Attention(8, 8, 256))),
         # Convolution of 3 x 8,448 values and state of 128 heads x 64 x 128; two bytes each.
         ModelLayers("granite-4-h-small", (Attention(4, 8, 128),), States(36, 2 * (3 * 8448 + 128 * 64 * 128))),
+        # Convolution of 3 x 10,240 values and state of 128 heads x 64 x 128; two bytes each.
+        ModelLayers("nemotron-h-8b", (Attention(4, 8, 128),), States(24, 2 * (3 * 10240 + 128 * 64 * 128))),
         # Convolution of 3 x 8,192 values and state of 32 heads x 128 x 128; two bytes each.
         ModelLayers("qwen3-next-80b-a3b", (Attention(12, 2, 256),), States(36, 2 * (3 * 8192 + 32 * 128 * 128))),
     )
