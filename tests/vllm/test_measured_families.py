@@ -166,7 +166,7 @@ def test_a_server_chooses_by_it_and_changes_no_token(
 def test_a_model_of_another_kind_of_layers_is_refused(
     measured: tuple[str, Path, Path], learned: Path, model: str, tmp_path: Path
 ) -> None:
-    engine = {"num_gpu_blocks_override": 120, "dtype": families.FAMILIES[measured[0]].dtype}
+    engine = {"num_gpu_blocks_override": 400, "dtype": families.FAMILIES[measured[0]].dtype}
     for llm, other in ((model, str(learned)), (str(measured[1]), "cpu-llama-native")):
         work = job(llm, [], engine, plugin=harness.plugin(f"cheapest:{other}"))
         with pytest.raises(harness.EngineFailed, match=r"geometry\.\w+ is .* here, it was measured on"):
