@@ -110,6 +110,21 @@ def test_damaged_and_lost_files_are_computed(
 
 
 @pytest.mark.slow
+@pytest.mark.feature("tensor parallelism")
+def test_two_ranks_find_their_parts_of_blocks(
+    model: str, first: list[dict[str, Any]], second: list[dict[str, Any]], stock: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each has files of its own."""
+    servers = Servers(model, tmp_path, stock)
+    before = servers.serve("first", first, ranks=2)
+    assert counted(before, "stored") > 5 and counted(before, "store_failed") == 0
+    namespaces = {path.relative_to(servers.files).parts[0] for path in files_of(servers.files)}
+    assert len(namespaces) == 2, "a rank's part of a block is no other rank's"
+    after = servers.serve("second", second, ranks=2)
+    assert counted(after, "loaded") > 5 and counted(after, "load_failed") == 0
+
+
+@pytest.mark.slow
 def test_another_number_of_ranks_finds_nothing(
     model: str, first: list[dict[str, Any]], second: list[dict[str, Any]], stock: dict[str, Any], tmp_path: Path
 ) -> None:
