@@ -15,15 +15,17 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy import cost, fields, order, policy
+from kvpolicy import cost, extensions, fields, order, policy
 from kvpolicy.caching import spec as caching
 from kvpolicy.cost import ModelError, ModelWarning, online
 from kvpolicy.errors import InputError, KVPolicyError
@@ -206,15 +208,12 @@ def test_control_files(data: st.DataObject) -> None:
             )
         )
         path.chmod(0o600)
-        loaded: list[str] = []
-
-        def load(name: str) -> Any:
-            loaded.append(name)
-            return policy.load(name, allow_python=False)
-
+        imported: list[str] = []
         start = control_file.Start("fcfs", False, "threshold:1")
-        control_file.ControlFile(path, start, load, order.load).look()
-        assert not any("python:" in name for name in loaded)
+        with patch.object(extensions, "from_module", lambda spec, *others: imported.append(spec)):
+            loaders = (partial(one.load, allow_python=True) for one in (policy, order))
+            control_file.ControlFile(path, start, *loaders).look()
+        assert not imported
 
 
 @given(

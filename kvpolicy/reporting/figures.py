@@ -114,6 +114,9 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
 
 
 def legend(axes: Axes) -> None:
+    """Name the series above the axes, where any has a name that Matplotlib shows: none that begins with "_"."""
+    if not axes.get_legend_handles_labels()[0]:
+        return
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),

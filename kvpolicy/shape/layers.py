@@ -113,7 +113,7 @@ def grouped(config: Config, family: str, window: int | None) -> Attention:
     hidden = number(config, "hidden_size", "n_embd", "d_model")
     heads = number(config, "num_attention_heads", "n_head", "n_heads")
     kv_heads = _kv_heads(config, family, heads)
-    head = config.get("head_dim") or hidden // heads
+    head = number(config, "head_dim") if config.get("head_dim") else hidden // heads
     projections = hidden * head * (2 * heads + 2 * kv_heads)
     biases = head * (heads + 2 * kv_heads) if family in BIASED_QKV else 0
     return Attention(heads, kv_heads, projections + biases, 2 * kv_heads * head, 4 * heads * head, window)

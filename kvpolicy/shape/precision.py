@@ -44,6 +44,8 @@ def precision_of(config: Config, text: Config, kv_cache_dtype: str) -> Precision
     dtype = _dtype(config, text)
     other = FLOAT_BITS[dtype]
     quantised = config.get("quantization_config") or text.get("quantization_config")
+    if quantised and not isinstance(quantised, Mapping):
+        raise ConfigError(f"field quantization_config is {quantised!r}, should be an object")
     bits, arithmetic, experts_only = _quantised(quantised) if quantised else (other, *_NOT_QUANTISED)
     plain = other if experts_only else bits
     kv = _kv_bits(quantised or {}, kv_cache_dtype, other)

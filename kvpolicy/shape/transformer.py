@@ -81,6 +81,9 @@ class ModelShape:
             return cls.from_config(config, kv_cache_dtype)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # A field of a family that holds something else than every published model's does.
+            raise ConfigError(f"{file}: a field is of an unexpected kind: {type(error).__name__}: {error}") from error
 
     @property
     def layers(self) -> int:
