@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvpolicy.caching import KINDS, ByCost
@@ -9,6 +12,7 @@ from kvpolicy.caching.spec import FORMS, OFF, load
 from kvpolicy.extensions import ExtensionError, NotAllowed
 from kvpolicy.fields import WrongValue
 from kvpolicy.settings import ServerSettings
+from tests.caching import own_policy
 
 
 def test_every_name_loads_its_policy() -> None:
@@ -31,6 +35,19 @@ def test_ones_own_policy_has_its_capacity_set() -> None:
         load("python:tests.careless:Careless", 7)
     with pytest.raises(ExtensionError, match="Device takes"):
         load("python:tests.host_store.test_slots:Device", 7, allow_python=True)
+
+
+def test_a_policy_of_ones_own_is_the_documented_one() -> None:
+    code = Path(own_policy.__file__).read_text()
+    guide = Path(__file__).parents[2] / "docs" / "caching.md"
+    assert code in re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    policy = load("python:tests.caching.own_policy:FirstStored", 2, allow_python=True)
+    assert policy is not None
+    for key in "ab":
+        policy.asked([key], 0)
+        policy.stored([key], [0])
+    policy.asked(["a"], 1)
+    assert policy.evict(1, ()) == ["a"], "lru would give up b, which was used before"
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
