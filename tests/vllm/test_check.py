@@ -189,6 +189,14 @@ def test_layers_that_cannot_be_made_are_no_answer(process: EngineProcess, model:
     assert "divisible" in asked(process, str(tmp_path / "wrong"))["not_laid_out"]
 
 
+@pytest.mark.parametrize("llm", ["/nowhere/model", "./model", "~/no-such-model"])
+def test_a_folder_that_is_not_there_is_no_id_at_a_hub(llm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said at once: no engine's process is started for it."""
+    for command in (["check", llm], ["serve", llm, "--policy", "always-swap"]):
+        assert run(*command) == 2
+        assert f"{llm}: no such folder" in capsys.readouterr().err
+
+
 def test_nothing_is_left_on_disk(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
