@@ -8,6 +8,8 @@ They hold for Python, YAML and the command line alike. A class declares its fiel
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -30,6 +32,13 @@ class WrongValue(InputError):
 
     def __str__(self) -> str:
         return f"{self.field} {self.message}"
+
+
+def like(name: str, forms: Iterable[str]) -> str:
+    """A question for an error: the form whose name was probably meant; empty where none is like it."""
+    written = {re.split("[:,/]", form)[0]: form for form in reversed([*forms])}
+    found = difflib.get_close_matches(re.split("[:,/]", name)[0], written, 1)
+    return f" (did you mean {written[found[0]]}?)" if found else ""
 
 
 def refuse_single(**sequences: Any) -> None:

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from kvpolicy import extensions
-from kvpolicy.fields import WrongValue, refuse_other
+from kvpolicy.fields import WrongValue, like, refuse_other
 from kvpolicy.order import rules
 from kvpolicy.order.base import Order
 from kvpolicy.order.by_class import ByClass
@@ -114,7 +114,7 @@ def load(text: str, allow_python: bool = False) -> Order:
     if kind not in KINDS:
         order = extensions.from_entry_point(text, GROUP, Order, "order")
         if order is None:
-            raise spec.refusal("is no order")
+            raise spec.refusal(f"is no order{like(text, FORMS)}")
         return checked(order)
     value, options = _split(spec, tail)
     extras = {name: options.pop(name, usual) for name, usual in USUAL.items()}

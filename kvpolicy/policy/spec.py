@@ -11,7 +11,7 @@ from kvpolicy import cost, extensions
 from kvpolicy.code_digest import digest_label
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue, refuse_other
+from kvpolicy.fields import WrongValue, like, refuse_other
 from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Always, Cheapest, CheapestOnline, Coin, MinWaste, Threshold
 from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
@@ -119,7 +119,7 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load, a
         return (CheapestOnline if online else Cheapest)(name, cost_model, objective)
     plugin_policy: Policy | None = extensions.from_entry_point(spec, GROUP, Policy, "policy")
     if plugin_policy is None:
-        raise _refusal(spec, "is no policy")
+        raise _refusal(spec, f"is no policy{like(spec, FORMS)}")
     return checked(plugin_policy)
 
 

@@ -66,6 +66,8 @@ def test_values_arrive() -> None:
         ("srpt", "lacks what follows its name"),
         ("srpt:oracle", "predictor 'oracle', should be lengths or limit"),
         ("urgent/fifo", "'fifo' is no order"),
+        ("urgnt/mlfq", "'urgnt' is no order (did you mean urgent?)"),
+        ("reserv:0.1", "is no order (did you mean reserve:SHARE?)"),
         ("urgent:victims=cheapest/mlfq", "has victims= before its last order"),
         ("urgent/las:explore=.5,worth=price/mlfq", "has explore= before its last order"),
         ("deadline:tpot=0", "tpot=0, should be above 0"),
