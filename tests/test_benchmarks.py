@@ -701,10 +701,23 @@ def test_caching_policies_compares_them_on_prompts_that_share_prefixes(tmp_path:
     done = run("caching_policies.py", "--data", str(tmp_path), "--shares", "0.3,1", "--json", str(tmp_path / "out"))
     assert done.returncode in (0, 1), done.stderr
     assert "cost/lru" in done.stdout and "of the best of lru, arc, s3fifo" in done.stdout
-    small, whole = json.loads((tmp_path / "out").read_text())
+    small, whole = json.loads((tmp_path / "out").read_text())["rows"]
     blocks = len({block for row in rows for block in row["hash_ids"]})
     assert whole["capacity"] == whole["blocks"] == blocks > small["capacity"]
-    assert whole["lru"] == whole["cost"] == whole["hindsight"] >= small["hindsight"] >= small["lru"] > 0
+    saved, of_all = small["saved_s"], whole["saved_s"]
+    assert of_all["lru"] == of_all["cost"] == of_all["hindsight"] >= saved["hindsight"] >= saved["lru"] > 0
+    flags = ("--data", str(tmp_path), "--shares", "0.3", "--parts", "4", "--json")
+    parts = run("caching_policies.py", *flags, str(tmp_path / "parts"))
+    made = json.loads((tmp_path / "parts").read_text())
+    # A row that the file has is not made again: this one is told from any that would be.
+    made["rows"] = [made["rows"][0] | {"whole_s": 1e9}]
+    (tmp_path / "parts").write_text(json.dumps(made))
+    again = run("caching_policies.py", *flags, str(tmp_path / "parts"))
+    kept = json.loads((tmp_path / "parts").read_text())["rows"]
+    assert [row["trace"] for row in kept] == [f"mooncake_made, part {part} of 4" for part in (1, 2, 3, 4)]
+    assert parts.returncode == again.returncode and kept[0]["whole_s"] == 1e9 > kept[1]["whole_s"] > 0
+    other = run("caching_policies.py", *flags[:-1], "--think", "5", "--json", str(tmp_path / "parts"))
+    assert other.returncode == 2 and "was made with think 60.0, not 5.0" in other.stderr
 
 
 def test_caching_policies_takes_tables_of_lengths_and_the_prices_of_a_cost_model(tmp_path: Path) -> None:
@@ -715,13 +728,13 @@ def test_caching_policies_takes_tables_of_lengths_and_the_prices_of_a_cost_model
     (tmp_path / "lengths" / "sharegpt_made.csv.gz").write_bytes(gzip.compress(lines.encode()))
     out, flags = tmp_path / "out", ("--shares", "0.1", "--seeds", "1")
     found = []
-    for more in ((), ("--cost-model", "cpu-llama-native")):
-        done = run("caching_policies.py", "--data", str(tmp_path), *flags, *more, "--json", str(out))
+    for number, more in enumerate(((), ("--cost-model", "cpu-llama-native"))):
+        done = run("caching_policies.py", "--data", str(tmp_path), *flags, *more, "--json", f"{out}-{number}")
         assert done.returncode in (0, 1), done.stderr
-        (one,) = json.loads(out.read_text())
+        (one,) = json.loads(Path(f"{out}-{number}").read_text())["rows"]
         found.append(one)
     assert found[0]["blocks"] == found[1]["blocks"] > 1000
-    assert 0 < found[0]["lru"] < found[0]["whole_s"] != found[1]["whole_s"]
+    assert 0 < found[0]["saved_s"]["lru"] < found[0]["whole_s"] != found[1]["whole_s"]
 
 
 def test_caching_study_serves_prompts_by_every_policy(tmp_path: Path) -> None:
