@@ -34,8 +34,7 @@ NOT_TESTED = {
     "a GPU": "every test in this table runs on a CPU; `make gpu-check` is separate, see [gpu.md](gpu.md)",
     "model runner v2": "needs Triton, which vLLM's CPU build lacks; models with states are refused on it unless "
     "a setting allows them",
-    "LMCacheConnectorV1, LMCacheMPConnector": "LMCache 0.5.6 runs the first on no CPU, and with the second vLLM's CPU "
-    "build does not start; served with a warning beside kvpolicy's",
+    "LMCacheConnectorV1": "LMCache 0.5.6 runs it on no CPU; served with a warning beside kvpolicy's",
     "multimodal models": "but LLaVA and Qwen2-VL, with pictures: served, with a warning that the check gives, too",
     "SimpleCPUOffloadConnector": "does not start on a CPU; served with a warning beside kvpolicy's",
     "Mooncake, MoRIIO, FlexKV, HF3FS and other connectors": "served with a warning beside kvpolicy's",

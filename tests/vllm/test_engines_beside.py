@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,21 @@ CASES: dict[str, dict[str, Any]] = {
     "inside a block": {"tokens": [INSIDE], "kind": "swap"},
     "twice": {"tokens": [INSIDE, LATER], "kind": "swap"},
 }
+IN_PREFILL = 64
+LMCACHE = "KVPOLICY_LMCACHE"
+"""Names a folder that LMCache was installed to without most of its dependencies."""
+
+
+def asked(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    return {"prompt": [rng.randrange(10, 2000) for _ in range(PROMPT)], "max_tokens": OUTPUT}
+
+
+ANOTHER: dict[str, dict[str, Any]] = {
+    "another, in its prefill": {"tokens": [IN_PREFILL], "kind": "swap", "request": asked(6)},
+    "another, again": {"tokens": [], "kind": "swap", "request": asked(6)},
+}
+"""Of a prompt that was not computed before."""
 FAILING = {"its load fails": {"tokens": [INSIDE], "kind": "swap", "failing": True}}
 ENGINE = {
     "max_model_len": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 120, "block_size": 32,
@@ -39,15 +58,44 @@ def example(folder: Path) -> dict[str, Any]:
     return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def interrupted(model: str, other: dict[str, Any], cases: dict[str, Any], folder: Path) -> dict[str, Any]:
+def lmcache(port: int) -> dict[str, Any]:
+    """With a server of its own, a process that it starts: of LMCache's two connectors only this one runs on a CPU."""
+    extra = {
+        "lmcache.mp.port": port, "lmcache.mp.mq_timeout": 60,
+        "lmcache.mp.autostart": True, "lmcache.mp.autostart.wait_timeout": 300,
+        "lmcache.mp.autostart.server_args": "--l1-size-gb 0.5 --chunk-size 32 --eviction-policy LRU "
+        "--supported-transfer-mode engine_driven",
+    }  # fmt: skip
+    return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def end_lmcache(port: int) -> None:
+    """LMCache leaves its server behind."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            if any(word.startswith("lmcache.") for word in words) and str(port) in words:
+                os.kill(int(process.name), signal.SIGTERM)
+
+
+def interrupted(
+    model: str,
+    other: dict[str, Any],
+    cases: dict[str, Any],
+    folder: Path,
+    path: Sequence[str | Path] = (),
+    **engine: Any,
+) -> dict[str, Any]:
     """One request alone, forced out at given lengths, the device's KV overwritten before it comes back."""
-    rng = random.Random(5)
     work = {
-        "scenario": "interrupted", "model": model, "cases": cases, "engine": ENGINE,
-        "request": {"prompt": [rng.randrange(10, 2000) for _ in range(PROMPT)], "max_tokens": OUTPUT},
+        "scenario": "interrupted", "model": model, "cases": cases, "engine": ENGINE | engine, "request": asked(5),
         "plugin": beside(harness.plugin("always-swap"), other),
     }  # fmt: skip
-    return harness.run(work, folder)
+    if not path:
+        return harness.run(work, folder)
+    environment = harness.environment()
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (path[0], environment["PYTHONPATH"], *path[1:])))
+    return harness.run_module("tests.vllm.engine_process", work, folder, environment, warm=False)
 
 
 def assert_no_bit_changed(result: dict[str, Any]) -> None:
@@ -81,6 +129,31 @@ def test_beside_a_connector_that_makes_prompts_up(model: str, tmp_path: Path) ->
     failed = result["cases"]["its load fails"]
     assert harness.total(failed["stats"], "fallbacks", reason="load_failed") == 1
     assert len(failed["tokens"]) == OUTPUT
+    harness.assert_nothing_left(result)
+
+
+@pytest.mark.feature("beside LMCacheMPConnector")
+@pytest.mark.slow
+def test_beside_lmcache(model: str, tmp_path: Path, free_ports: tuple[int, int]) -> None:
+    """Prompts are computed once; whoever brings one again has its prefix from LMCache, as LMCache says, also where its
+    first request was swapped in between."""
+    if LMCACHE not in os.environ:
+        pytest.skip(f"{LMCACHE} names no folder with LMCache; docs/other-connectors.md says how to make one")
+    path = (Path(__file__).parent / "lmcache_beside", os.environ[LMCACHE])
+    cases = CASES | ANOTHER | FAILING
+    try:
+        result = interrupted(model, lmcache(free_ports[0]), cases, tmp_path, path, max_num_batched_tokens=64)
+    finally:
+        end_lmcache(free_ports[0])
+    assert_no_bit_changed(result)
+    assert result["output"].count("Retrieved 128 tokens") >= len(cases) - 2, "all but the first of either prompt"
+    cases = result["cases"]
+    for computed, prefix_loaded in (("first", "undisturbed"), ("another, in its prefill", "another, again")):
+        assert cases[computed]["tokens"] == cases[prefix_loaded]["tokens"]
+    assert cases["another, in its prefill"]["out_at"] == [IN_PREFILL]
+    assert harness.total(cases["another, in its prefill"]["stats"], "loaded_tokens") == IN_PREFILL
+    assert harness.total(cases["its load fails"]["stats"], "fallbacks", reason="load_failed") == 1
+    assert len(cases["its load fails"]["tokens"]) == OUTPUT
     harness.assert_nothing_left(result)
 
 
