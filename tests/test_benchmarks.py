@@ -582,7 +582,7 @@ def test_orders_study_prints_what_the_figures_belong_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (("--order", "mlqf"), "argument --order: order 'mlqf' is no order; the orders are fcfs"),
+        (("--order", "mlqf"), "argument --order: order 'mlqf' is no order (did you mean mlfq?); the orders are fcfs"),
         (("--order", "mlfq:base=0"), "has base=0, should be 1 or more"),
         (("--kv-blocks", "10"), "--kv-blocks is 10: should be 3028 or more, which the longest request needs"),
         (("--host-gib", "-1"), "--host-gib is -1: should be 0 or more"),

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,9 @@ def test_it_leaves_by_control_c_without_a_trace_of_it() -> None:
     asked = threading.Event()
     with serving(lambda: asked.set() or TEXT) as url:
         command = [sys.executable, "-m", "kvpolicy.cli", "watch", url, "--every", "0.2"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # Where the tests themselves run in a shell's background, what they start ignores the signal.
+        heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
         assert asked.wait(60)
         asked.clear()
         assert asked.wait(60), "it asks again"
