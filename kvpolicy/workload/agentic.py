@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpolicy.workload.arrivals import AtOnce, stream
 from kvpolicy.workload.files import (
     Care,
     Counts,
     DamagedFile,
     DamagedRow,
-    FileSource,
     block_ids,
     lines,
     member,
@@ -22,8 +19,8 @@ from kvpolicy.workload.files import (
     record,
     whole,
 )
-from kvpolicy.workload.requests import Request, WorkloadError
-from kvpolicy.workload.sessions import ID_BITS, Beginning, Session, Starting, Turn, Users, served
+from kvpolicy.workload.requests import WorkloadError
+from kvpolicy.workload.sessions import ID_BITS, Beginning, Session, SessionFile, Turn, Users
 
 BLOCK_TOKENS = 64
 """Tokens of one of the format's ``hash_ids``; only full blocks have one."""
@@ -55,7 +52,7 @@ class Gap:
     """Pauses and service times of calls left out since the last call that was included."""
 
 
-class AgentSessions(FileSource):
+class AgentSessions(SessionFile):
     """Sessions of one file: a :class:`kvpolicy.workload.Source`.
 
     The data does not say when sessions start: ``beginning`` does. In a closed loop (``closed``) a call comes after its
@@ -82,21 +79,12 @@ class AgentSessions(FileSource):
             raise WorkloadError(
                 f"{path}: users wait for their answers; recorded times (closed=false) need starts instead"
             )
-        super().__init__(path, care, seed)
-        self.beginning = beginning or Starting(AtOnce())
+        super().__init__(path, beginning, care, seed, count)
         self.closed = closed
-        self.count = count
 
     @property
     def source(self) -> str:
         return f"{self.path.name}: sessions of coding agents, callanjfox/kv-cache-tester, Apache-2.0"
-
-    def __iter__(self) -> Iterator[Request]:
-        counts = self.counts = Counts()
-        sessions = islice(self._sessions(counts), self.count)
-        for request in served(self.beginning.start(sessions, stream(self.seed, "arrivals")), self.closed):
-            counts.requests += 1
-            yield request
 
     def _sessions(self, counts: Counts) -> Iterator[Session]:
         name, gap, number = "", Gap(), 0

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
-from kvpolicy.workload.arrivals import AtOnce, Think, stream
-from kvpolicy.workload.files import Care, Counts, FileSource
+from kvpolicy.workload.arrivals import Think, stream
+from kvpolicy.workload.files import Care, Counts
 from kvpolicy.workload.length_tables import LengthTable
-from kvpolicy.workload.requests import Request, WorkloadError
-from kvpolicy.workload.sessions import Beginning, Session, Starting, Turn, history, served
+from kvpolicy.workload.requests import WorkloadError
+from kvpolicy.workload.sessions import Beginning, Session, SessionFile, Turn, history
 
 
-class ContinuedLengths(FileSource):
+class ContinuedLengths(SessionFile):
     """Conversations of a table of lengths: a :class:`kvpolicy.workload.Source`.
 
     A row continues the conversation of the row above where its prompt is longer than that prompt and answer together;
@@ -35,22 +34,13 @@ class ContinuedLengths(FileSource):
         """``count``: conversations. Raises :class:`WorkloadError` for blocks of no token."""
         if block_tokens < 1:
             raise WorkloadError(f"{path}: block is {block_tokens}, should be 1 or more")
-        super().__init__(path, care, seed)
+        super().__init__(path, beginning, care, seed, count)
         self.think = think
-        self.beginning = beginning or Starting(AtOnce())
         self.block_tokens = block_tokens
-        self.count = count
 
     @property
     def source(self) -> str:
         return f"{self.path.name}: a table of lengths, conversations found by their growing prompts, pauses drawn"
-
-    def __iter__(self) -> Iterator[Request]:
-        counts = self.counts = Counts()
-        sessions = islice(self._sessions(counts), self.count)
-        for request in served(self.beginning.start(sessions, stream(self.seed, "arrivals"))):
-            counts.requests += 1
-            yield request
 
     def _sessions(self, counts: Counts) -> Iterator[Session]:
         rng = stream(self.seed, "think times")

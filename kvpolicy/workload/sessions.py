@@ -11,9 +11,12 @@ import heapq
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 from kvpolicy.workload.arrivals import Arrivals, AtOnce, Think, stream
+from kvpolicy.workload.files import Care, Counts, FileSource
 from kvpolicy.workload.lengths import Lengths
 from kvpolicy.workload.requests import Request, WorkloadError
 
@@ -198,6 +201,32 @@ class Conversations:
             yield Turn(
                 prompt_tokens, answer, think_s, prefix=history(number, history_tokens, self.block_tokens, shared_blocks)
             )
+
+
+class SessionFile(FileSource):
+    """Base of every :class:`kvpolicy.workload.Source` that finds sessions in one file, which does not say when they
+    start."""
+
+    closed = True
+    """A request comes after its predecessor's answer, and not at its recorded time."""
+
+    def __init__(
+        self, path: Path | str, beginning: Beginning | None, care: Care | None, seed: int, count: int | None
+    ) -> None:
+        """``beginning``: when sessions start, by default all at once. ``count``: read only so many sessions."""
+        super().__init__(path, care, seed)
+        self.beginning = beginning or Starting(AtOnce())
+        self.count = count
+
+    def __iter__(self) -> Iterator[Request]:
+        counts = self.counts = Counts()
+        sessions = islice(self._sessions(counts), self.count)
+        for request in served(self.beginning.start(sessions, stream(self.seed, "arrivals")), self.closed):
+            counts.requests += 1
+            yield request
+
+    def _sessions(self, counts: Counts) -> Iterator[Session]:
+        raise NotImplementedError
 
 
 def _geometric(mean: float, rng: random.Random) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.workload.arrivals import AtOnce, Think, stream
-from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, FileSource, chunks, member, record
-from kvpolicy.workload.requests import Request, WorkloadError
-from kvpolicy.workload.sessions import Beginning, Session, Starting, Turn, history, served
+from kvpolicy.workload.arrivals import Think, stream
+from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, chunks, member, record
+from kvpolicy.workload.requests import WorkloadError
+from kvpolicy.workload.sessions import Beginning, Session, SessionFile, Turn, history
 
 TOKENS_PER_WORD = 4 / 3
 """OpenAI's rule of thumb for English: 100 tokens per 75 words. A tokenizer is more accurate."""
@@ -24,7 +23,7 @@ MAX_ITEM_BYTES = 64 * 2**20
 """A longer conversation is taken as a sign that the file's brackets do not close."""
 
 
-class ShareGPT(FileSource):
+class ShareGPT(SessionFile):
     """Conversations of one file: a :class:`kvpolicy.workload.Source`.
 
     Every answer becomes a request whose prompt is the conversation so far. Messages without an answer are part of the
@@ -49,25 +48,16 @@ class ShareGPT(FileSource):
             raise WorkloadError(
                 f"tokens_per_word {tokens_per_word} and block_tokens {block_tokens}: both should be above 0"
             )
-        super().__init__(path, care, seed)
+        super().__init__(path, beginning, care, seed, count)
         self.think = think
-        self.beginning = beginning or Starting(AtOnce())
         self.tokens_per_word = tokens_per_word
         self.tokenizer = tokenizer
         self.block_tokens = block_tokens
-        self.count = count
 
     @property
     def source(self) -> str:
         counted = "counted by a tokenizer" if self.tokenizer else f"{self.tokens_per_word:.4g} a word"
         return f"{self.path.name}: conversations in ShareGPT's format, tokens {counted}, pauses drawn"
-
-    def __iter__(self) -> Iterator[Request]:
-        counts = self.counts = Counts()
-        sessions = islice(self._sessions(counts), self.count)
-        for request in served(self.beginning.start(sessions, stream(self.seed, "arrivals"))):
-            counts.requests += 1
-            yield request
 
     def _sessions(self, counts: Counts) -> Iterator[Session]:
         rng = stream(self.seed, "think times")
