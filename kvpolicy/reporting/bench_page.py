@@ -45,6 +45,13 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Figures of a run that are drawn and in the table, and what they are called."""
+LEADS = {
+    "chat": ("A chat", "Conversations whose whole window is sent back every turn."),
+    "analytics": ("An analysis", "Short texts behind one long prefix, with short outputs."),
+    "rate": ("Latency by rate", "Requests that arrive at a rate, whatever the server does."),
+    "clients": ("Latency by clients", "Each client sends its next request when it has its answer."),
+}
+"""Title and first sentence of a page, by kind; ``clients``: of a rate whose cells are numbers of clients."""
 AXES = {
     "chatters": "people who chat",
     "prefixed": "share that is prefixed",
@@ -78,11 +85,14 @@ def write_page(results_file: Path, out: Path, figures: Path | None) -> tuple[Pat
 
 
 def _rendered(results: Run, drawings: Mapping[str, tuple[str, Figure]]) -> str:
+    title, lead = LEADS["clients" if "concurrency" in results["runs"][0]["cell"] else results["kind"]]
     return str(
         templates()
         .get_template("bench.html.j2")
         .render(
             kind=results["kind"],
+            title=title,
+            lead=lead,
             model=results["model"],
             target=results["target"],
             arms=results["arms"],

@@ -13,6 +13,12 @@ from kvpolicy.reporting.bench_page import BINS, binned
 from kvpolicy.reporting.pipeline import report
 
 ARMS = ("vllm", "kvpolicy")
+FIRST_SENTENCES = (
+    "Conversations whose whole window",
+    "Short texts behind one long prefix",
+    "Requests that arrive at a rate",
+    "Each client sends its next request",
+)
 
 
 def run(arm: str, round_: int, prefixed: float, rate: float) -> dict[str, Any]:
@@ -49,6 +55,30 @@ def test_a_page_shows_the_bench(tmp_path: Path) -> None:
     assert "messages per second, kvpolicy over vllm: 1.95" in text
     assert "70 tokens compared, 2 conversations differ, where the two best log-probabilities are at most 1e-05" in text
     assert "2 x HTTP 503: &lt;full&gt;" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "title", "lead"),
+    [
+        ("chat", {"chatters": 2, "prefixed": 0.0}, "A chat on small", "Conversations whose whole window"),
+        ("analytics", {"prefix_tokens": 40}, "An analysis on small", "Short texts behind one long prefix"),
+        ("rate", {"rate": 2.0}, "Latency by rate on small", "Requests that arrive at a rate"),
+        ("rate", {"concurrency": 4}, "Latency by clients on small", "Each client sends its next request"),
+    ],
+)
+def test_each_kind_has_its_own_title_and_lead(
+    kind: str, cell: dict[str, Any], title: str, lead: str, tmp_path: Path
+) -> None:
+    folder = bench(tmp_path / "a")
+    values = json.loads((folder / "bench.json").read_text())
+    more = {"itl_s": {"mean": 0.1}, "e2e_per_token_s": {"mean": 0.1}, "requests_s": 2.0, "goodput_req_s": 1.0}
+    runs = [one | more | {"cell": cell} for one in values["runs"] if not one["cell"]["prefixed"]]
+    (folder / "bench.json").write_text(json.dumps(values | {"kind": kind, "runs": runs}))
+    report([folder], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert f"<h1>{title}</h1>" in text
+    first_sentences = {sentence for sentence in FIRST_SENTENCES if sentence in text}
+    assert first_sentences == {lead}
 
 
 def test_what_is_no_bench_is_named(tmp_path: Path) -> None:
