@@ -89,7 +89,8 @@ class Rule:
     def refuse(self, name: str, value: Any) -> None:
         """Raise :class:`WrongValue` for a value that breaks the rule."""
         if not self.holds(value):
-            raise WrongValue(name, f"is {_shown(value)}, should be {self.should}")
+            shown = ", ".join(map(_shown, value)) if isinstance(value, tuple) and value else _shown(value)
+            raise WrongValue(name, f"is {shown}, should be {self.should}")
 
 
 MAX_WHOLE = 2**53

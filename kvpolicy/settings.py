@@ -4,6 +4,7 @@ those of a measurement, which are flags of `kvpolicy profile` and `kvpolicy char
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,6 +303,8 @@ class RateLoad:
             raise WrongValue("arrivals", f"is {self.arrivals!r}: {error}") from None
 
 
+ADDRESS = re.compile(r"((localhost|\d+(\.\d+){3})(:\d+)?|([\w.-]+|\[[\da-fA-F:.]+\]):\d+)(/.*)?")
+"""A server's address without http://, which no model has as its name."""
 Load = ChatLoad | AnalyticsLoad | RateLoad
 """What a bench puts on a server."""
 
@@ -324,6 +327,8 @@ class BenchTarget:
         scheme, is_address, _ = self.target.partition("://")
         if is_address and not self.is_url:
             raise WrongValue("target", f"is {self.target}: {scheme}:// is no server's, should be http:// or https://")
+        if ADDRESS.fullmatch(self.target) and not Path(self.target).exists():
+            raise WrongValue("target", f"is {self.target}, a server's address: did you mean http://{self.target}?")
         refuse_single(arms=self.arms)
         refuse_no_flags(self.vllm_flags)
         object.__setattr__(self, "arms", tuple(self.arms))
@@ -331,7 +336,12 @@ class BenchTarget:
 
     @property
     def is_url(self) -> bool:
-        return self.target.startswith(("http://", "https://"))
+        return is_http(self.target)
+
+
+def is_http(url: str) -> bool:
+    """Whether it is written as the URL of a server."""
+    return url.startswith(("http://", "https://"))
 
 
 ARMS = (

@@ -20,8 +20,8 @@ from kvpolicy_vllm.config_file import merge
 from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, options, transfer_config, writes_to_disk
 
 __all__ = [
-    "SHUTDOWN_S", "config_into", "config_yaml", "flags", "options", "refuse_measured", "serve_command", "serve_flags",
-    "server", "shell_line",
+    "SHUTDOWN_S", "config_into", "config_yaml", "flags", "options", "refuse_measured", "refuse_missing_folder",
+    "serve_command", "serve_flags", "server", "shell_line",
 ]  # fmt: skip
 
 REFUSED = {
@@ -97,6 +97,16 @@ def refuse_measured(vllm_flags: Sequence[str], has_model: bool, also: Mapping[st
     if not has_model:
         refused["--model"] = "the model to measure is given by --llm"
     _refuse_flags(_present_flags(vllm_flags), refused, "of an engine that is measured")
+
+
+def refuse_missing_folder(llm: str) -> None:
+    """Raise InputError for a model's folder that is not there: vLLM would take the path for an id at a hub.
+
+    With a colon it may be a URL, or a file and what to read of it.
+    """
+    path = Path(llm).expanduser()
+    if (path.is_absolute() or llm.startswith(".")) and ":" not in llm and not path.exists():
+        raise InputError(f"{llm}: no such folder; should be a model's folder, or its id at a hub")
 
 
 def _refuse_flags(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.markup import escape
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, is_optional, kind_of, options_of
@@ -106,7 +106,10 @@ def _parameter(name: str, hint: Any, default: Any) -> Parameter:
 
 
 def _flag(parameter: Parameter) -> str:
-    """The flag or argument that a parameter has on the command line."""
+    """The flag that a parameter has on the command line, or the placeholder of an argument."""
+    argument = next((part for part in get_args(parameter.annotation) if isinstance(part, ArgumentInfo)), None)
+    if argument is not None:
+        return str(argument.metavar or parameter.name.upper())
     typer_option = next((part for part in get_args(parameter.annotation) if isinstance(part, OptionInfo)), None)
     names = [] if typer_option is None else [typer_option.default, *(typer_option.param_decls or ())]
     return next((name for name in names if isinstance(name, str)), f"--{parameter.name.replace('_', '-')}")

@@ -19,6 +19,7 @@ from kvpolicy_vllm.bench.live_arms import arms_of
         (("a/b",), (), "a name of letters, digits"),
         (("a", "a"), (), "twice by the same name"),
         (('a={"hints": 1}',), (), '"hints" should be true or false'),
+        (("a=[]",), (), "should be NAME or NAME=JSON"),
         (('vllm={"order": "mlfq"}',), (), "takes no settings"),
         (('a={"ordre": "mlfq"}',), (), "unknown key 'ordre'"),
         ((), ("--port", "1"), "--port cannot be given"),
@@ -46,6 +47,8 @@ def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.M
     assert alone.url == "http://there:8000" and not alone.command
     with pytest.raises(WrongValue, match='JSON has "url", "hints" and "reserve" alone'):
         arms_of(BenchTarget("http://there:8000", ('a={"order": "mlfq"}',)))
+    with pytest.raises(WrongValue, match='"url" should begin with http:// or https://'):
+        arms_of(BenchTarget("http://there:8000", ('a={"url": "there:8001"}',)))
     with pytest.raises(InputError, match="runs already"):
         arms_of(BenchTarget("http://there:8000", vllm_flags=("--seed", "3")))
 

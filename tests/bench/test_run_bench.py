@@ -212,4 +212,61 @@ def test_an_address_that_no_server_has_is_refused(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit) as ended:
         main(["bench", "rate", "ftp://x", "--out", str(tmp_path / "out")])
     assert ended.value.code == 2 and not (tmp_path / "out").exists()
-    assert "ftp:// is no server's, should be http:// or https://" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "error: URL|LLM is ftp://x: ftp:// is no server's, should be http:// or https://" in said
+
+
+@pytest.mark.parametrize("kind", ["chat", "analytics", "rate"])
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("localhost:9", "a server's address: did you mean http://localhost:9?"),
+        ("127.0.0.1", "a server's address: did you mean http://127.0.0.1?"),
+        ("gpu-3.local:8000/v1", "a server's address: did you mean http://gpu-3.local:8000/v1?"),
+        ("/nowhere/model", "/nowhere/model: no such folder; should be a model's folder, or its id at a hub"),
+    ],
+)
+def test_no_server_is_started_for_what_is_no_model(
+    kind: str, target: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", kind, target, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and problem in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_models_are_no_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for llm in ("gpt2", "org/model", "org/model-GGUF:Q4_K_M", "org/model:4", "v1.5"):
+        assert not BenchTarget(llm).is_url
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model:8").mkdir()
+    assert not BenchTarget("model:8").is_url, "a folder that is there"
+
+
+def test_a_wrong_value_in_a_list_is_shown_as_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rates, shown in (("-1",), "-1.0"), (("2", "-1"), "2.0, -1.0"):
+        with pytest.raises(SystemExit):
+            main(["bench", "rate", "http://x", "--out", str(tmp_path / "out"), *(f"--rate={rate}" for rate in rates)])
+        assert f"--rate is {shown}, should be above 0 each" in capsys.readouterr().err
+
+
+def test_a_bench_without_a_run_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless it was there before, or the output of a server is in it."""
+    command = ["bench", "rate", "http://127.0.0.1:9", "--rate", "1"]
+    (tmp_path / "before").mkdir()
+    for name in ("made", "before"):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--out", str(tmp_path / name)])
+        assert ended.value.code == 2 and "does not answer as an OpenAI server" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists() and (tmp_path / "before").is_dir()
+
+
+@pytest.mark.parametrize("file", ["runs/round-000-arm-first.json", "logs/0-vllm.log"])
+def test_a_bench_with_a_run_or_a_log_keeps_its_folder(file: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match="ended"), run_bench.taken_up(out, {"kind": "rate"}):
+        (out / file).parent.mkdir(exist_ok=True)
+        (out / file).write_text("{}")
+        raise InputError("the server ended")
+    assert (out / file).exists() and (out / "plan.json").exists()

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, changed_values, read
-from kvpolicy.settings import BenchTarget, ServerSettings
+from kvpolicy.settings import BenchTarget, ServerSettings, is_http
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.live_server import LiveServer, refuse_own_flags
 from kvpolicy_vllm.bench.reservation import RESERVED
@@ -43,13 +43,16 @@ class LiveArm:
 def arms_of(at: BenchTarget) -> tuple[LiveArm, ...]:
     """The arms that a bench compares, the first one what others are compared with.
 
-    Raises WrongValue for an arm that cannot be read, and the errors of :func:`kvpolicy_vllm.launch.serve_command`.
+    Raises WrongValue for an arm that cannot be read, InputError for a model's folder that is not there, and the errors
+    of :func:`kvpolicy_vllm.launch.serve_command`.
     """
     refuse_own_flags(at.vllm_flags)
     if at.is_url and at.vllm_flags:
         raise InputError(
             f"vLLM's flags ({at.vllm_flags[0]} ...) are of servers to be started; {at.target} runs already"
         )
+    if not at.is_url:
+        launch.refuse_missing_folder(at.target)
     texts = at.arms or ((PLUGIN,) if at.is_url else (STOCK, PLUGIN))
     arms = tuple(_arm(text, at) for text in texts)
     names = [arm.name for arm in arms]
@@ -76,6 +79,8 @@ def _arm(text: str, at: BenchTarget) -> LiveArm:
         url = given.pop("url", at.target)
         if given or not isinstance(url, str):
             raise WrongValue("arm", f'is {text!r}: of a server that runs, JSON has "url", "hints" and "reserve" alone')
+        if not is_http(url):
+            raise WrongValue("arm", f'is {text!r}, whose "url" should begin with http:// or https://')
         return LiveArm(name, url, hints=hints, reserve=reserve)
     return LiveArm(name, command=tuple(_command(name, given, at, bool(reserve))), hints=hints, reserve=reserve)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.bench.rate_kind import RateKind
 from kvpolicy_vllm.bench.resumed_inputs import digests, versions
 
+NO_RUN = {"plan.json", "model.json"}
+"""What is in the folder of a bench that has run nothing."""
 FORMAT = 1
 """Of bench.json."""
 SAMPLE_TEXT = (
@@ -68,8 +72,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
             "files": digests(getattr(load, "workload", None), [arm.command for arm in arms])}  # fmt: skip
     runs = out / "runs"
-    take_up(out, plan)
-    with Servers(out / "logs", say) as servers:
+    with taken_up(out, plan), Servers(out / "logs", say) as servers:
         driver = Driver(kind, arms, servers, out)
         rng = random.Random(f"{load.load_seed} order of arms")
         served: list[tuple[Cell, dict[str, dict[str, Any]]]] = []
@@ -98,6 +101,20 @@ def refuse_reserving(kind: Kind, arms: Sequence[LiveArm]) -> None:
 def plain(value: Any) -> Any:
     """The value as JSON gives it back."""
     return json.loads(json.dumps(value, default=str))
+
+
+@contextmanager
+def taken_up(out: Path, plan: Mapping[str, Any]) -> Iterator[None]:
+    """As :func:`take_up`; a folder that was made for it goes away again where the bench ends by an error without a run
+    or a server's output. Raises InputError for a folder with another bench."""
+    was_there = out.exists()
+    take_up(out, plan)
+    try:
+        yield
+    except BaseException:
+        if not was_there and {path.name for path in out.iterdir() if path.is_file() or any(path.iterdir())} <= NO_RUN:
+            shutil.rmtree(out)
+        raise
 
 
 def take_up(out: Path, plan: Mapping[str, Any]) -> None:

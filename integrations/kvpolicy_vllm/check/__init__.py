@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvpolicy.errors import InputError
 from kvpolicy.settings import GIB, ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.engine_process import EngineProcess
@@ -122,16 +120,9 @@ def check(llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> Chec
     Raises InputError as :func:`kvpolicy_vllm.launch.serve_command` and for a folder that is not there, EngineFailed
     where the process ends badly.
     """
-    _refuse_missing_folder(llm)
+    launch.refuse_missing_folder(llm)
     flags = launch.serve_flags(llm, launch.options(settings), vllm_flags)
     with EngineProcess("kvpolicy_vllm.check.lay_out", measures=False) as process:
         found = process.ask({"flags": [llm, *flags]})
     groups, helps = tuple(Group(**group) for group in found.pop("groups")), tuple(found.pop("helps"))
     return CheckReport(llm=llm, groups=groups, helps=helps, **found)
-
-
-def _refuse_missing_folder(llm: str) -> None:
-    """vLLM would take the path for an id at a hub. With a colon it may be a URL, or a file and what to read of it."""
-    path = Path(llm).expanduser()
-    if (path.is_absolute() or llm.startswith(".")) and ":" not in llm and not path.exists():
-        raise InputError(f"{llm}: no such folder; should be a model's folder, or its id at a hub")
