@@ -16,6 +16,7 @@ from types import TracebackType
 
 from kvpolicy.errors import EngineFailed, InputError
 from kvpolicy_vllm.bench.engine_process import LAST_LINES, environment
+from kvpolicy_vllm.bench.root_cause import root_cause
 
 HOST = "127.0.0.1"
 READY_S = 1800.0
@@ -28,8 +29,8 @@ OWN_FLAGS = {"--host": "the bench chooses it", "--port": "the bench chooses it",
 class LiveServer:
     """A server from a command of `vllm serve`, without host and port. A context manager, up and answering inside.
 
-    ``log``: where its output goes. ``say``: called with a line when it is waited for. Raises EngineFailed, with the
-    last lines of its output, where it ends instead of answering.
+    ``log``: where its output goes. ``say``: called with a line when it is waited for. Raises EngineFailed, with
+    the error that was the cause and the last lines of its output, where it ends instead of answering.
     """
 
     def __init__(self, command: Sequence[str], log: Path, say: Callable[[str], None] = lambda line: None) -> None:
@@ -71,8 +72,12 @@ class LiveServer:
             time.sleep(0.2)
 
     def _failure(self, what: str) -> EngineFailed:
-        lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        return EngineFailed(f"the server {what}; its last output ({self._log}):\n" + "\n".join(lines))
+        lines = self._log.read_text(errors="replace").splitlines()
+        cause = root_cause(lines)
+        return EngineFailed(
+            f"the server {what}{': ' if cause else ''}{cause}; its last output ({self._log}):\n"
+            + "\n".join(lines[-LAST_LINES:])
+        )
 
     def refuse_ended(self) -> None:
         """Raise EngineFailed where the server has ended by itself."""
