@@ -348,7 +348,8 @@ ARMS = (
     "An arm to compare, NAME or NAME=JSON; may be given several times, and the first is what others are compared with. "
     "For a model: vllm (without the plugin), kvpolicy (with these flags), hints (the same, and requests carry hints); "
     'JSON has the plugin\'s settings that differ, as in \'urgent={"order": "urgent"}\', and "hints": true. '
-    'For a URL: JSON has "url" of another server, and "hints". Of `bench rate`, "reserve": max, pow2 or oracle sends '
+    'For a URL: JSON has "url" of another server, "hints", and "control", the file by which it is switched to "policy" '
+    'or "order" while the arm is measured. Of `bench rate`, "reserve": max, pow2 or oracle sends '
     "no more requests than whose reserved lengths fit into the KV cache, as do the arms orca-max, orca-pow2 and "
     "orca-oracle. Default: vllm and kvpolicy, or the URL alone."
 )

@@ -44,7 +44,8 @@ INTEGRATION = {
     "check": {"errors", "hardware", "settings"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"latency", "workload", "simulator"},
-    "bench": _DECIDE | {"client", "datasets", "latency", "overflow", "stats", "workload", "simulator"},
+    "bench": _DECIDE
+    | {"client", "datasets", "latency", "overflow", "server_metrics", "stats", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would, and fills the report that it
     # shares with the demo without an engine.
     "bench.run_demo": _DECIDE | {"datasets", "headroom", "stats", "workload", "training", "evaluation", "study"},

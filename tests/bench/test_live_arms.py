@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.settings import BenchTarget, ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.control_arm import Switch
 from kvpolicy_vllm.bench.live_arms import arms_of
+from tests.snippets import commands
 
 
 @pytest.mark.parametrize(
@@ -45,12 +49,39 @@ def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.M
     assert [arm.name for arm in arms_of(BenchTarget("llm"))] == ["vllm", "kvpolicy"]
     (alone,) = arms_of(BenchTarget("http://there:8000"))
     assert alone.url == "http://there:8000" and not alone.command
-    with pytest.raises(WrongValue, match='JSON has "url", "hints" and "reserve" alone'):
+    with pytest.raises(WrongValue, match='"hints", "reserve", and "control" with "policy" or "order" alone'):
         arms_of(BenchTarget("http://there:8000", ('a={"order": "mlfq"}',)))
     with pytest.raises(WrongValue, match='"url" should begin with http:// or https://'):
         arms_of(BenchTarget("http://there:8000", ('a={"url": "there:8001"}',)))
     with pytest.raises(InputError, match="runs already"):
         arms_of(BenchTarget("http://there:8000", vllm_flags=("--seed", "3")))
+
+
+def test_an_arm_switches_a_server_that_runs_to_a_policy_or_an_order() -> None:
+    there = "http://there:8000"
+    text = 'urgent={"control": "/run/control", "policy": "threshold:100", "order": "urgent"}'
+    plain, urgent = arms_of(BenchTarget(there, ("plain", text)))
+    assert plain.switch is None and "control" not in plain.to_dict()
+    assert urgent.switch == Switch("/run/control", "threshold:100", "urgent") and urgent.url == there
+    switched = {"control": "/run/control", "policy": "threshold:100", "order": "urgent"}
+    assert switched.items() <= urgent.to_dict().items()
+    for wrong in ('{"control": "/run/control"}', '{"control": 1, "order": "las"}', '{"control": "f", "order": ""}'):
+        with pytest.raises(WrongValue, match='beside "control", a file, should be "policy" or "order", as texts'):
+            arms_of(BenchTarget(there, (f"a={wrong}",)))
+    with pytest.raises(InputError, match=r"(?s)arm a=.*did you mean mlfq"):
+        arms_of(BenchTarget(there, ('a={"control": "f", "order": "mlqf"}',)))
+
+
+def test_the_arms_that_the_page_shows_are_read() -> None:
+    """Of servers that run; those of a model need the command of an engine."""
+    shown = [one.words for one in commands("docs/bench.md") if one.words[1] == "bench" and "http" in one.words[3]]
+    arms = [arms_of(BenchTarget(words[3], _arms_in(words))) for words in shown]
+    assert {arm.switch.order for some in arms for arm in some if arm.switch} == {"urgent"}
+    assert {arm.url for some in arms for arm in some} == {"http://localhost:8000", "http://localhost:8001"}
+
+
+def _arms_in(words: tuple[str, ...]) -> list[str]:
+    return [value for flag, value in pairwise(words) if flag == "--arm"]
 
 
 def test_an_arm_that_reserves_is_served_by_stock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,8 +265,13 @@ def test_a_bench_without_a_run_leaves_no_folder(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("file", ["runs/round-000-arm-first.json", "logs/0-vllm.log"])
 def test_a_bench_with_a_run_or_a_log_keeps_its_folder(file: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(InputError, match="ended"), run_bench.taken_up(out, {"kind": "rate"}):
-        (out / file).parent.mkdir(exist_ok=True)
-        (out / file).write_text("{}")
-        raise InputError("the server ended")
+
+    def begin_and_fail() -> None:
+        with run_bench.taken_up(out, {"kind": "rate"}):
+            (out / file).parent.mkdir(exist_ok=True)
+            (out / file).write_text("{}")
+            raise InputError("the server ended")
+
+    with pytest.raises(InputError, match="ended"):
+        begin_and_fail()
     assert (out / file).exists() and (out / "plan.json").exists()

@@ -57,6 +57,15 @@ def test_a_page_shows_the_bench(tmp_path: Path) -> None:
     assert "2 x HTTP 503: &lt;full&gt;" in text
 
 
+def test_a_page_says_what_a_server_was_switched_to(tmp_path: Path) -> None:
+    folder = bench(tmp_path / "a")
+    values = json.loads((folder / "bench.json").read_text())
+    values["arms"][1] |= {"control": "/run/control", "order": "las"}
+    (folder / "bench.json").write_text(json.dumps(values))
+    report([folder], tmp_path / "page.html")
+    assert "switched by /run/control to las</dd>" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("kind", "cell", "title", "lead"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import integrations
+from kvpolicy.errors import EngineFailed, InputError
 from kvpolicy.latency import Slo
 from kvpolicy.prefix_store import warm
+from kvpolicy.server_metrics import OURS, fetch
 from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad, ServerSettings
 from kvpolicy_vllm import launch
-from kvpolicy_vllm.bench import run_bench
+from kvpolicy_vllm.bench import control_arm, run_bench
+from kvpolicy_vllm.bench.engine_process import LAST_LINES
 from kvpolicy_vllm.bench.exactness import TIE_GAP
 from kvpolicy_vllm.bench.live_arms import Servers
 from kvpolicy_vllm.bench.live_server import LiveServer
@@ -95,6 +100,53 @@ def test_rates_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path
         assert run["itl_s"]["mean"] > 0 and run["slo_share"] == 1.0 and run["e2e_per_token_s"]["mean"] > 0
     assert by_arm["vllm"]["most_at_once"] > by_arm["orca-max"]["most_at_once"]
     assert by_arm["kvpolicy"]["counters"].get("vllm:kvpolicy_invalid_marks_total", 0) == 0
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_two_orders_of_one_server_by_its_control_file(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run is served by its arm's policy and order, and afterwards the server serves as it began."""
+    control = tmp_path / "control"
+    settings = ServerSettings("always-recompute", host_gib=0.1, control=control)
+    with LiveServer(launch.serve_command(model, launch.options(settings), FLAGS), tmp_path / "log") as server:
+        arm = {"control": str(control), "policy": "always-swap", "order": "mlfq:base=16"}
+        load = RateLoad(workload="sharegpt-8k?n=12&scale=0.05&context=400", rate=(20.0,), rounds=2)
+        found = integrations.bench(
+            tmp_path / "out", load, BenchTarget(server.url, ("begin", f"switched={json.dumps(arm)}"))
+        )
+        assert isinstance(found, LoadReport) and found.ok, found.text()
+        tokens, different, gap = found.compared()
+        assert tokens > 200 and (not different or (gap is not None and gap < TIE_GAP)), found.text()
+        by_arm = {name: [run for run in found.results["runs"] if run["arm"] == name] for name in ("begin", "switched")}
+        in_force = {"policy": "always-swap", "order": "mlfq:base=16"}
+        assert [run["in_force"] for run in by_arm["switched"]] == [in_force] * 2
+        assert all(len(run["rows"]) == 12 for runs in by_arm.values() for run in runs)
+        assert not control.exists()
+        now = fetch(server.url)
+        assert now.by(f"{OURS}order", "order") == {("fcfs",): 1.0, ("mlfq:base=16",): 0.0}
+        assert now.by(f"{OURS}cost_model", "policy") == {("always-recompute",): 1.0, ("always-swap",): 0.0}
+        assert now.total(f"{OURS}control_changes_total", result="applied") == 4, "there and back, twice"
+        monkeypatch.setattr(control_arm, "SEEN_S", 3.0)
+        other = arm | {"control": str(tmp_path / "other")}
+        with pytest.raises(InputError, match="the file should be the one that this server was started with"):
+            integrations.bench(tmp_path / "other-out", load, BenchTarget(server.url, (f"other={json.dumps(other)}",)))
+        assert not (tmp_path / "other").exists() and not (tmp_path / "other-out").exists()
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_a_server_without_enough_memory_says_so_first(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last lines only point at the cause, which stands in another process's part of the log."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # with which the flag is not looked at
+    flags = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--gpu-memory-utilization", "1.0")
+    with pytest.raises(EngineFailed) as failed:
+        integrations.bench(tmp_path, RateLoad(rate=(1.0,)), BenchTarget(model, ("vllm",), SETTINGS, flags))
+    first, *last_lines = str(failed.value).splitlines()
+    assert re.search(r"before it answered: ValueError: (Free|Available) memory on \w+ .* is less than desired", first)
+    assert re.search(r"\(Give --gpu-memory-utilization 0\.\d+ or less\.\)", first)
+    assert len(last_lines) == LAST_LINES and "See root cause above" in last_lines[-1]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, changed_values, read
 from kvpolicy.settings import BenchTarget, ServerSettings, is_http
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.control_arm import Switch
 from kvpolicy_vllm.bench.live_server import LiveServer, refuse_own_flags
 from kvpolicy_vllm.bench.reservation import RESERVED
 
@@ -35,9 +36,13 @@ class LiveArm:
     reserve: str = ""
     """What each request reserves of the KV cache before it is sent, one of :data:`RESERVED`; empty for nothing."""
 
+    switch: Switch | None = None
+    """What the server is switched to for a run; None for nothing."""
+
     def to_dict(self) -> dict[str, Any]:
         values = {"name": self.name, "url": self.url, "command": list(self.command), "hints": self.hints}
-        return values | ({"reserve": self.reserve} if self.reserve else {})
+        values |= {"reserve": self.reserve} if self.reserve else {}
+        return values | (self.switch.to_dict() if self.switch else {})
 
 
 def arms_of(at: BenchTarget) -> tuple[LiveArm, ...]:
@@ -77,12 +82,28 @@ def _arm(text: str, at: BenchTarget) -> LiveArm:
         raise WrongValue("arm", f'is {text!r}, whose "reserve" should be one of {", ".join(RESERVED)}')
     if at.is_url:
         url = given.pop("url", at.target)
+        switch = _switch(text, given)
         if given or not isinstance(url, str):
-            raise WrongValue("arm", f'is {text!r}: of a server that runs, JSON has "url", "hints" and "reserve" alone')
+            raise WrongValue(
+                "arm",
+                f'is {text!r}: of a server that runs, JSON has "url", "hints", "reserve", and "control" with "policy" '
+                'or "order" alone',
+            )
         if not is_http(url):
             raise WrongValue("arm", f'is {text!r}, whose "url" should begin with http:// or https://')
-        return LiveArm(name, url, hints=hints, reserve=reserve)
+        return LiveArm(name, url, hints=hints, reserve=reserve, switch=switch)
     return LiveArm(name, command=tuple(_command(name, given, at, bool(reserve))), hints=hints, reserve=reserve)
+
+
+def _switch(text: str, given: dict[str, Any]) -> Switch | None:
+    """What an arm switches a server to; taken out of ``given``. None where it names no control file."""
+    if "control" not in given:
+        return None
+    control, settings = given.pop("control"), {name: given.pop(name) for name in ("policy", "order") if name in given}
+    if not settings or not all(isinstance(value, str) and value for value in (control, *settings.values())):
+        raise WrongValue("arm", f'is {text!r}: beside "control", a file, should be "policy" or "order", as texts')
+    read(ServerSettings, {"policy": "always-recompute"} | settings, f"arm {text}")
+    return Switch(control, **settings)
 
 
 def _command(name: str, given: Mapping[str, Any], at: BenchTarget, reserves: bool) -> Sequence[str]:

@@ -136,7 +136,7 @@ class Api:
 
     async def counters(self) -> dict[str, float]:
         """The counters that :data:`kvpolicy.client.COUNTED` names, each summed over its labels. Raises InputError."""
-        return counters_in(await self._metrics())
+        return counters_in(await self.metrics())
 
     async def kv_tokens(self) -> int:
         """Tokens that the server's KV cache holds, over its engine cores, each of which keeps a block for itself.
@@ -144,7 +144,7 @@ class Api:
         Raises InputError where the server does not say.
         """
         tokens = 0
-        for line in (await self._metrics()).splitlines():
+        for line in (await self.metrics()).splitlines():
             if line.startswith(f"{CACHE}{{"):
                 labels = dict(LABEL.findall(line))
                 try:
@@ -155,7 +155,8 @@ class Api:
             raise InputError(f"{self.url}/metrics does not say in {CACHE} how many KV blocks there are")
         return tokens
 
-    async def _metrics(self) -> str:
+    async def metrics(self) -> str:
+        """The text of ``/metrics``. Raises InputError where it cannot be read."""
         try:
             async with self._session.get(f"{self.url}/metrics") as response:
                 await refuse_status(response)

@@ -20,6 +20,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.workload import open_workload
+from kvpolicy_vllm.bench.control_arm import switched
 from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
@@ -182,7 +183,11 @@ class Driver:
         async with connected(self._servers.url(arm)) as api:
             terms = await self._terms(api, cell, round_, arm)
             await self._warm_up(api, terms)
-            figures = await self._kind.run(cell, round_, terms)
+            if arm.switch is None:
+                figures = await self._kind.run(cell, round_, terms)
+            else:
+                async with switched(arm.switch, api, terms.vocabulary[:1]) as in_force:
+                    figures = await self._kind.run(cell, round_, terms) | {"in_force": in_force}
         self._servers.url(arm)  # which raises where the server has ended: its run is no result
         return {"cell": cell, "round": round_, "arm": arm.name} | figures
 

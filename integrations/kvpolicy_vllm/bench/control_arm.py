@@ -1,0 +1,152 @@
+"""An arm that switches a running server by its control file before a run, and back after it.
+
+Called by :mod:`kvpolicy_vllm.bench.run_bench`. What the file may have is in :mod:`kvpolicy_vllm.plugin.control_file`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpolicy.errors import InputError
+from kvpolicy.server_metrics import OURS, Metrics
+from kvpolicy_vllm.bench.openai_api import Api
+from kvpolicy_vllm.plugin import control_file
+
+SEEN_S = 60.0
+"""Seconds within which a server has to show a change; a cost model is loaded in them."""
+EVERY_S = 0.2
+PROBES_PER_CORE = 2
+"""Requests that are sent at a time, per engine core: an idle one changes with its next request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """What a server is switched to. An empty policy or order is that of its start."""
+
+    control: str
+    """The file that the server was started with by ``--control``."""
+    policy: str = ""
+    order: str = ""
+
+    def settings(self) -> dict[str, str]:
+        return {name: value for name in ("policy", "order") if (value := str(getattr(self, name)))}
+
+    def to_dict(self) -> dict[str, str]:
+        return {"control": self.control} | self.settings()
+
+
+@asynccontextmanager
+async def switched(switch: Switch, api: Api, prompt: Sequence[int]) -> AsyncIterator[dict[str, str]]:
+    """The server, switched; gives policy and order as its metrics name them. Afterwards the file is as it was.
+
+    ``prompt``: of requests by which an idle engine takes the change. Raises InputError where the file cannot be
+    written or was not written by whom it should be, where the server refuses the change, and where its metrics do not
+    show one within :data:`SEEN_S`.
+    """
+    file = Path(switch.control)
+    before = _changes(await _metrics(api, switch))
+    former = _content(file)
+    _write(file, json.dumps(switch.settings()).encode())
+    try:
+        yield await _taken(switch, api, prompt, before, switch.settings())
+    except BaseException:
+        _restore(file, former)
+        raise
+    before = _changes(await _metrics(api, switch))
+    _restore(file, former)
+    await _taken(switch, api, prompt, before, {})
+
+
+async def _taken(
+    switch: Switch, api: Api, prompt: Sequence[int], before: dict[tuple[str, ...], float], wanted: dict[str, str]
+) -> dict[str, str]:
+    """Wait until every engine core has taken a change and serves by what is ``wanted``; returns what it serves by."""
+    last_s = time.monotonic() + SEEN_S
+    cores = {core for core, _ in before}
+    while True:
+        probes = (api.complete(prompt, 1, "switch") for _ in range(PROBES_PER_CORE * len(cores)))
+        if failed := next((answer.error for answer in await asyncio.gather(*probes) if answer.error), ""):
+            raise InputError(f"{api.url} does not serve while it is switched: {failed}")
+        metrics = await _metrics(api, switch)
+        now = _changes(metrics)
+        grown = {key for key, count in now.items() if count > before.get(key, 0.0)}
+        cores = {core for core, _ in now}
+        if refused := [core for core, result in grown if result == "refused"]:
+            raise InputError(
+                f"{api.url} refuses what {switch.control} has, {json.dumps(wanted)} (engine core {refused[0]}): its "
+                "log says why"
+            )
+        in_force = _in_force(metrics)
+        if {(core, "applied") for core in cores} <= grown and all(
+            _kind(in_force[name]) == _kind(value) for name, value in wanted.items()
+        ):
+            return in_force
+        if time.monotonic() > last_s:
+            raise InputError(
+                f"{api.url} shows no change in its metrics within {SEEN_S:g} s of one of {switch.control}: the file "
+                "should be the one that this server was started with by --control, on this machine"
+            )
+        await asyncio.sleep(EVERY_S)
+
+
+async def _metrics(api: Api, switch: Switch) -> Metrics:
+    metrics = Metrics.of(await api.metrics())
+    if not _changes(metrics):
+        raise InputError(
+            f"{api.url} serves without kvpolicy: an arm with a control file ({switch.control}) is of a server with the "
+            "plugin, started with --control"
+        )
+    return metrics
+
+
+def _changes(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Changes of the file so far, by engine core and result."""
+    return metrics.by(f"{OURS}control_changes_total", "engine", "result")
+
+
+def _in_force(metrics: Metrics) -> dict[str, str]:
+    """Policy and order by which the server serves now; joined where its cores differ."""
+    names = {"policy": f"{OURS}cost_model", "order": f"{OURS}order"}
+    return {label: ", ".join(value for (value,), on in sorted(metrics.by(name, label).items()) if on)
+            for label, name in names.items()}  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    """Of a policy or an order, without its options and paths, which metrics shorten."""
+    return re.split("[:,/@]", name)[0]
+
+
+def _content(file: Path) -> bytes | None:
+    """What the file has; None where there is none. Raises InputError where a server would not read it."""
+    control_file.read(file)
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Replace the whole file, of mode 600. Raises InputError."""
+    beside = file.with_name(f"{file.name}.bench-{os.getpid()}")
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
+            new.write(content)
+        beside.replace(file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise InputError(f"{file}: cannot be written: {error}") from None
+
+
+def _restore(file: Path, former: bytes | None) -> None:
+    if former is None:
+        file.unlink(missing_ok=True)
+    else:
+        _write(file, former)

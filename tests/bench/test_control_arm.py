@@ -1,0 +1,143 @@
+"""Arms that switch a server by its control file, on a small server that reads one as the plugin does.
+
+On a real server: tests/vllm/test_live_bench.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from kvpolicy.errors import InputError
+from kvpolicy.settings import BenchTarget, RateLoad
+from kvpolicy_vllm.bench import control_arm, run_bench
+from tests.bench.live_http import Small, serving
+
+LOAD = RateLoad(rate=(200.0, 400.0), rounds=2, requests=3, workload="sharegpt-8k?n=3&scale=0.01&context=100")
+START = {"policy": "cheapest", "order": "fcfs"}
+
+
+@dataclass
+class Controlled(Small):
+    """``control``: its file, looked at before every request. ``served_by``: the order of every request of a run."""
+
+    control: Path = Path()
+    seen: str = ""
+    changes: dict[str, int] = field(default_factory=lambda: {"applied": 0, "refused": 0})
+    in_force: dict[str, str] = field(default_factory=lambda: dict(START))
+    served_by: list[tuple[str, str]] = field(default_factory=list)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        text = self.control.read_text() if self.control.exists() else ""
+        if text != self.seen:
+            self.seen = text
+            refused = "swop" in text
+            self.changes["refused" if refused else "applied"] += 1
+            self.in_force = self.in_force if refused else START | json.loads(text or "{}")
+        salt = (await request.json()).get("cache_salt", "")
+        self.served_by.append((salt.split(" ")[0], self.in_force["order"]))
+        return await super().complete(request)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        rest = await super().metrics(request)
+        lines = [f'vllm:kvpolicy_control_changes_total{{engine="0",result="{result}"}} {count}.0'
+                 for result, count in self.changes.items()]  # fmt: skip
+        lines += [f'vllm:kvpolicy_order{{engine="0",order="{self.in_force["order"]}"}} 1.0']
+        lines += [f'vllm:kvpolicy_cost_model{{digest="",engine="0",policy="{self.in_force["policy"]}"}} 1.0']
+        return web.Response(text=f"{rest.text}" + "\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[Controlled, str]]:
+    controlled = Controlled(control=tmp_path / "control")
+    with serving(controlled) as url:
+        yield controlled, url
+
+
+def arms(url: str, file: Path, **settings: str) -> BenchTarget:
+    return BenchTarget(url, ("start", f"switched={json.dumps({'control': str(file)} | settings)}"))
+
+
+@pytest.mark.parametrize("before", [None, '{"order": "las"}\n'])
+def test_each_run_is_served_by_its_own_order(
+    server: tuple[Controlled, str], before: str | None, tmp_path: Path
+) -> None:
+    """Also that of the arm without a control file, whatever ran before it. The file is as it was in the end."""
+    controlled, url = server
+    file = controlled.control
+    if before is not None:
+        file.write_text(before)
+        file.chmod(0o600)
+    found = run_bench.bench(tmp_path / "out", LOAD, arms(url, file, order="mlfq:base=16"))
+    by_arm = {arm: {order for one, order in controlled.served_by if one == arm} for arm in ("start", "switched")}
+    assert by_arm == {"start": {"fcfs" if before is None else "las"}, "switched": {"mlfq:base=16"}}
+    in_force = [run["in_force"] for run in found.results["runs"] if run["arm"] == "switched"]
+    assert in_force == [{"policy": "cheapest", "order": "mlfq:base=16"}] * 4
+    assert (file.read_text() if file.exists() else None) == before
+    assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == ([] if before is None else ["control"])
+    assert found.results["arms"][1]["order"] == "mlfq:base=16", "a bench with another order is another bench"
+
+
+def test_a_change_that_is_not_taken_is_refused_and_the_file_restored(
+    server: tuple[Controlled, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controlled, url = server
+    monkeypatch.setattr(control_arm, "SEEN_S", 0.5)
+    other = tmp_path / "another file"
+    with pytest.raises(InputError, match=r"shows no change .* of one of .*another file: .* started with by --control"):
+        run_bench.bench(tmp_path / "a", LOAD, arms(url, other, order="las"))
+    with pytest.raises(InputError, match=r'refuses what .*control has, \{"policy": "always-swop"\} \(engine core 0\)'):
+        run_bench.bench(tmp_path / "b", LOAD, arms(url, controlled.control, policy="always-swop"))
+    with pytest.raises(InputError, match="nowhere/control: cannot be written: "):
+        run_bench.bench(tmp_path / "c", LOAD, arms(url, tmp_path / "nowhere" / "control", order="las"))
+    open_file = tmp_path / "open"
+    open_file.write_text("off")
+    open_file.chmod(0o644)
+    with pytest.raises(InputError, match="open: has mode 644"):
+        run_bench.bench(tmp_path / "d", LOAD, arms(url, open_file, order="las"))
+    assert not other.exists() and not controlled.control.exists() and open_file.read_text() == "off"
+
+
+def test_a_change_that_another_made_is_not_taken_for_this_one(
+    server: tuple[Controlled, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is counted, but the metrics name another order."""
+    controlled, url = server
+    write = control_arm._write
+
+    def at_the_same_time(file: Path, content: bytes) -> None:
+        write(file, content)
+        controlled.control.write_text('{"order": "urgent"}')
+
+    monkeypatch.setattr(control_arm, "SEEN_S", 0.5)
+    monkeypatch.setattr(control_arm, "_write", at_the_same_time)
+    with pytest.raises(InputError, match="shows no change"):
+        run_bench.bench(tmp_path / "out", LOAD, arms(url, tmp_path / "other", order="las"))
+    assert controlled.changes["applied"] == 1
+    assert "switched" not in {arm for arm, _ in controlled.served_by}, "a run was measured under another order"
+
+
+def test_a_server_without_the_plugin_is_refused(tmp_path: Path) -> None:
+    with serving(Small()) as url, pytest.raises(InputError, match="serves without kvpolicy: an arm with a control"):
+        run_bench.bench(tmp_path / "out", LOAD, arms(url, tmp_path / "control", order="las"))
+    assert not (tmp_path / "control").exists()
+
+
+def test_a_run_that_fails_restores_the_file(
+    server: tuple[Controlled, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controlled, url = server
+
+    async def interrupted(*_: object) -> None:
+        assert "las" in controlled.control.read_text()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpolicy_vllm.bench.rate_kind.RateKind.run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench.bench(tmp_path / "out", LOAD, BenchTarget(url, arms(url, controlled.control, order="las").arms[1:]))
+    assert not controlled.control.exists()
