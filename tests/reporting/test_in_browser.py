@@ -107,6 +107,33 @@ def test_it_opens_without_an_error_or_a_network_and_nothing_overflows(
             reader.page.close()
 
 
+CELLS = """
+() => [...document.querySelectorAll("table.arms")].map(table => ({
+  head: table.querySelector("thead").getClientRects().length > 0,
+  arms: [...table.querySelectorAll("thead th + th")].map(one => one.textContent),
+  scrolls: table.parentElement.scrollWidth > table.parentElement.clientWidth,
+  rows: [...table.querySelectorAll("tbody tr")].map(row => [...row.querySelectorAll("td + td")].map(cell => ({
+    named: getComputedStyle(cell, "::before").content.replaceAll('"', ""),
+    right: Math.max(...[cell, ...cell.children].map(one => one.getBoundingClientRect().right)),
+  }))),
+}))
+"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_arm_of_a_demo_is_seen_without_scrolling(browser: Any, pages: dict[str, Path], width: int) -> None:
+    """Also the last one, which is the headline's; where there is no head, each figure says of which arm it is."""
+    reader = Reader(browser, pages["demo"], width)
+    tables = reader.page.evaluate(CELLS)
+    assert [table["arms"] for table in tables] == [["vllm", "learned", "learned, mlfq <b>"]] * 2
+    for table in tables:
+        assert table["head"] is (width > 620) and not table["scrolls"]
+        for row in table["rows"]:
+            assert max(cell["right"] for cell in row) <= width
+            assert [cell["named"] for cell in row] == (["none"] * len(row) if table["head"] else table["arms"])
+    reader.page.close()
+
+
 def test_the_mouse_shows_a_value_zooms_and_switches_a_series(browser: Any, pages: dict[str, Path]) -> None:
     reader = Reader(browser, pages["bench"])
     page, chart = reader.page, reader.page.locator(".chart").first
