@@ -131,7 +131,10 @@ def test_two_orders_of_one_server_by_its_control_file(
         other = arm | {"control": str(tmp_path / "other")}
         with pytest.raises(InputError, match="the file should be the one that this server was started with"):
             integrations.bench(tmp_path / "other-out", load, BenchTarget(server.url, (f"other={json.dumps(other)}",)))
-        assert not (tmp_path / "other").exists() and not (tmp_path / "other-out").exists()
+        misspelt = json.dumps(arm | {"policy": "always-swop"})
+        with pytest.raises(InputError, match=r"refuses what .*control has, .*always-swop.* its log says why"):
+            integrations.bench(tmp_path / "other-out", load, BenchTarget(server.url, (f"misspelt={misspelt}",)))
+        assert not any((tmp_path / name).exists() for name in ("other", "other-out", "control"))
 
 
 @pytest.mark.usefixtures("small_machine")
