@@ -49,7 +49,7 @@ class StepCounts(Protocol):
 
 
 def step_row(step: StepCounts, began_s: float, ended_s: float) -> Row:
-    """A row of ``steps``."""
+    """A row of ``steps``, without the device's own time, which a device reports later, if any does."""
     return {
         "step": step.number,
         "start_s": began_s,

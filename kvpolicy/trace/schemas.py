@@ -99,7 +99,8 @@ SCHEMAS: dict[str, pa.Schema] = {
     ),
     # One row per executed engine step. `repeated` holds, per preemption, the part of the step's composition that
     # recomputes tokens its victim had already computed. Where steps were sampled, a row stands for `weight` steps, and
-    # `left_out` steps right before it have no row.
+    # `left_out` steps right before it have no row. `device_s`: how long the forward pass took on the slowest rank's
+    # device, null where that is not known.
     "steps": _columns(
         step=_INT,
         start_s=_REAL,

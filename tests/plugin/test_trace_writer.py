@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from kvpolicy import trace
+from kvpolicy.attribution.ledger import Step
 from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin import trace_writer
+from kvpolicy_vllm.plugin.messages import Forward
 from kvpolicy_vllm.plugin.observers import Tally
 from kvpolicy_vllm.plugin.trace_writer import TraceRecorder, TraceWriter
 
@@ -137,3 +139,21 @@ class TestTraceRecorder:
         ((table, row),) = rows
         assert (table, row["request"], row["priority"]) == ("requests", "R", -3)
         assert (row["class"], row["ttft_deadline_s"], row["tpot_deadline_s"]) == (None, None, None)
+
+    @pytest.mark.parametrize("share", [1.0, 0.999999])
+    def test_steps_get_the_time_of_the_device_and_failures_are_counted(self, share: float) -> None:
+        rows: list[dict[str, Any]] = []
+        writer = SimpleNamespace(
+            dropped=0, size=None, add=lambda table, row: rows.append(row), flush_soon=lambda: None, close=lambda: None
+        )
+        tally = Tally()
+        recorder = TraceRecorder(writer, str.upper, "core", tally, lambda request: {}, 2, share)
+        output = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_new_reqs=[])
+        scheduler = SimpleNamespace(requests={})
+        for number in range(3):
+            step: Step[Any] = Step(number, scheduled_tokens=1, scheduled_requests=1)
+            recorder.forwards_timed([Forward(number, 0.5), Forward(number, None if number == 1 else 0.25)])
+            recorder.done(step, output, scheduler, float(number), number + 1.0)
+        recorder.close()
+        assert [row["device_s"] for row in rows] == [0.5, None, 0.5]
+        assert tally.totals == {"untimed_forwards": 1}

@@ -2,7 +2,8 @@
 worker.
 
 The plan comes from the environment variable ``KVPOLICY_TEST_FAULTS``: ``{"late_polls": 3, "fail_saves": [2],
-"fail_loads": [1]}``, counting copies of one worker from 0; or ``{"by_rank": [plan, plan]}``.
+"fail_loads": [1], "fail_watch": [5]}``, counting copies of one worker, and looks at its watch of forward passes, from
+0; or ``{"by_rank": [plan, plan]}``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from kvpolicy_vllm.plugin.copiers.base import CopyError, Finished, Span
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import part_of
+from kvpolicy_vllm.plugin.forward_time import HostWatch
 from kvpolicy_vllm.plugin.messages import Job
 
 
@@ -62,6 +65,17 @@ class LateCopier(IndexingCopier):
         return super().poll(idle)
 
 
+def failing_at(looks: set[int], look: Callable[[HostWatch], float]) -> Callable[[HostWatch], float]:
+    numbers = count()
+
+    def looked(watch: HostWatch) -> float:
+        if next(numbers) in looks:
+            raise RuntimeError("made to fail")
+        return look(watch)
+
+    return looked
+
+
 class FaultyCopier(LateCopier):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -72,6 +86,8 @@ class FaultyCopier(LateCopier):
         self._fail_saves, self._fail_loads = set(plan.get("fail_saves", ())), set(plan.get("fail_loads", ()))
         self._saves = self._loads = 0
         self._asked: dict[int, int] = {}
+        if "fail_watch" in plan:
+            HostWatch.mark = failing_at(set(plan["fail_watch"]), HostWatch.mark)  # type: ignore[method-assign]
 
     def copy_out(self, job: Job, urgent: int) -> None:
         self._saves += 1

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector, cores_here, pools
 from kvpolicy_vllm.plugin.copiers.base import Finished
+from kvpolicy_vllm.plugin.forward_time import ForwardTimer
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs
 from kvpolicy_vllm.plugin.settings import Settings
 
@@ -60,6 +61,7 @@ def test_a_load_of_no_request_is_not_reported_whether_it_fails_or_not(by_request
     connector: Any = object.__new__(KVPolicyConnector)
     connector.copier = SimpleNamespace(poll=lambda idle: done)
     connector._connector_metadata = connector.files = None
+    connector.forward_timer = ForwardTimer()
     connector._reports_requests = by_request
     connector._failed_requests, connector._failed_blocks = set(), set()
     assert connector.get_finished(set()) == (None, {"r"})

@@ -22,7 +22,8 @@ from kvpolicy_vllm.plugin.copiers import cuda
 from kvpolicy_vllm.plugin.copiers.arena import host_arena, segments_in
 from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
 from kvpolicy_vllm.plugin.copiers.staging import Staging, part_of, runs_of
-from kvpolicy_vllm.plugin.messages import Job
+from kvpolicy_vllm.plugin.forward_time import MAX_FAILURES, ForwardTimer
+from kvpolicy_vllm.plugin.messages import Forward, Job
 
 pytestmark = pytest.mark.scheduler
 
@@ -325,6 +326,58 @@ def test_copies_are_timed_by_the_device_not_by_who_asks(device: Device) -> None:
     for transfer, submitted_s in zip(copier.transfers, (1.0, 1.058), strict=True):
         result = (transfer.submit_s, transfer.start_s, transfer.end_s)
         assert result == pytest.approx((submitted_s, submitted_s + 0.002, submitted_s + 0.008)), transfer.direction
+
+
+def test_a_forward_pass_is_timed_by_the_device_and_nobody_waits(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A millisecond a thing: what was launched before does not count, nor what is launched between two parts."""
+
+    def waited(stream: Stream) -> None:
+        raise AssertionError("the stream was waited for")
+
+    monkeypatch.setattr(Stream, "synchronize", waited)
+    timer, rng = ForwardTimer("cuda"), random.Random(0)
+    launched = {"before": 2, "part": 3, "copies": 5, "rest": 4, "sampling": 2}
+
+    def launch(what: str) -> None:
+        for _ in range(launched[what]):
+            device.launch(lambda: None)
+
+    launch("before")
+    timer.begin(7)
+    launch("part")
+    timer.interrupt()
+    launch("copies")
+    timer.go_on()
+    launch("rest")
+    timer.end()
+    launch("sampling")
+    device.run(rng, 13)
+    assert timer.take() == [], "the device is not through"
+    timer.begin(8)
+    launch("part")
+    timer.end()
+    device.run(rng, 1)
+    assert timer.take() == [Forward(7, pytest.approx(0.007))], "the step before is asked about in the next one"
+    device.run(rng)
+    device.now_ms += 50.0
+    assert timer.take() == [Forward(8, pytest.approx(0.003))], "when it is asked does not matter"
+
+
+def test_a_device_that_cannot_say_how_long_it_computed_is_not_asked_for_ever(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(event: Any) -> bool:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(device.Event, "query", lost)
+    timer, found = ForwardTimer("cuda"), list[Forward]()
+    for step in range(MAX_FAILURES + 3):
+        timer.begin(step)
+        timer.end()
+        found += timer.take()
+    assert found == [Forward(step, None) for step in range(MAX_FAILURES)]
 
 
 @pytest.mark.parametrize("forgotten", ["wait before a save", "wait before a load"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpolicy import trace
 from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
 
@@ -131,3 +132,24 @@ def test_the_trace_folder_is_removed(
     harness.assert_nothing_left(result)
     assert harness.total(result["stats"], "records_dropped") > 0
     assert not folder.exists()
+
+
+def test_forward_passes_that_cannot_be_timed(
+    model: str,
+    requests: list[dict[str, Any]],
+    references: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their steps are recorded without the device's time, and counted; the other steps have it, within their own."""
+    monkeypatch.setenv("KVPOLICY_TEST_FAULTS", json.dumps({"fail_watch": [0, 9, 10]}))
+    swap = harness.plugin("always-swap", copier="tests.vllm.copiers.FaultyCopier", trace=str(tmp_path / "trace"))
+    result = harness.run(job(model, requests, SCARCE, plugin=swap), tmp_path)
+    harness.assert_exact(references["requests"], result)
+    harness.assert_nothing_left(result)
+    assert harness.total(result["stats"], "untimed_forwards") == 3
+    assert harness.total(result["stats"], "records_dropped") == 0
+    steps = [row for row in trace.read(tmp_path / "trace").rows("steps") if row["scheduled_tokens"]]
+    assert sum(row["device_s"] is None for row in steps) == 3
+    timed = [row for row in steps if row["device_s"] is not None]
+    assert len(timed) > 20 and all(0 < row["device_s"] <= row["duration_s"] for row in timed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,25 @@ def test_blocks_are_found_in_every_layout_that_is_said(model: str, layout: str) 
     before[:, 5] = before[:, 2]
     before[:, 2] = 0.0
     assert torch.equal(blocks, before)
+
+
+def test_forward_passes_are_timed_where_the_scheduler_asks_and_copies_in_between_left_out(model: str) -> None:
+    connector = worker(model)
+    connector.register_kv_caches(caches(0.0))
+    copier = connector.copier
+
+    def slow(job: Job) -> None:
+        time.sleep(0.2)
+        type(copier).load(copier, job)
+
+    connector.copier.load = slow
+    step(connector, 1, saves=(Job(1, "r", (2,), (0,)),))
+    assert not connector.build_connector_worker_meta().forwards, "nobody asked"
+    connector.bind_connector_metadata(StepJobs(2, loads=(Job(2, "r", (3,), (0,)),), timed=2))
+    connector.start_load_kv(None)
+    time.sleep(0.05)
+    for hook in (connector.finish_forward, connector.wait_for_save, lambda: connector.get_finished(set())):
+        hook()
+        time.sleep(0.1)
+    (forward,) = connector.build_connector_worker_meta().forwards
+    assert forward.step == 2 and 0.05 <= forward.seconds < 0.1

@@ -24,6 +24,7 @@ from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
 from kvpolicy_vllm.plugin.file_namespace import namespace_of, orders_in_memory, refuse_unnameable
+from kvpolicy_vllm.plugin.forward_time import ForwardTimer
 from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_replicated, says_where_layers_lie, segments_of_layers
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
@@ -66,6 +67,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._shared: SharedPool | None = None
         self.controller: Controller | None = None
         self.copier: Copier | None = None
+        self.forward_timer = ForwardTimer()
         if role == KVConnectorRole.WORKER:
             # Checked here because workers start first: the scheduler would see memory that they have already taken.
             self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
@@ -114,6 +116,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if self.copier is not None and self.copier.copies_on(segments):
             return
+        self.forward_timer = ForwardTimer(segments[0].device.type)
         leftover = None if self.copier is None else self.copier.give_up()
         self.copier = None  # frees its host memory before the next copier allocates
         self.copier = copier = self._make_copier(segments)
@@ -155,12 +158,27 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._save(kv_connector_metadata)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Called right before the forward pass, by both of vLLM's model runners."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepJobs)
+        self.forward_timer.begin(connector_metadata.timed)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Called before the forward pass or after it, which depends on vLLM's version."""
         jobs = self._get_connector_metadata()
         self._save(jobs)
         assert isinstance(jobs, StepJobs)
+        if not jobs.loads:
+            return
+        self.forward_timer.interrupt()
         for job in jobs.loads:
             self._working_copier.load(job)
+        self.forward_timer.go_on()
+
+    def finish_forward(self) -> None:
+        """Called right after the forward pass, where the model runner does; else what it calls next ends the pass."""
+        self.forward_timer.end()
 
     def _save(self, jobs: KVConnectorMetadata) -> None:
         assert isinstance(jobs, StepJobs)
@@ -186,9 +204,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: nothing is saved while a step computes."""
 
     def wait_for_save(self) -> None:
-        """Nothing to do: a step waits only for saves of blocks that it writes to, before it computes."""
+        """Nothing to save: a step waits only for saves of blocks that it writes to, before it computes."""
+        self.finish_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self.finish_forward()  # while tokens are drafted, vLLM asks this first
         jobs = self._connector_metadata
         idle = isinstance(jobs, StepJobs) and jobs.idle
         finished = self._working_copier.poll(idle)
@@ -221,10 +241,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> Transfers | None:
         reports = [] if self.files is None else self.files.reports()
-        if self.copier is None or not (self.copier.transfers or reports):
+        forwards = self.forward_timer.take()
+        if self.copier is None or not (self.copier.transfers or reports or forwards):
             return None
         done, self.copier.transfers = self.copier.transfers, []
-        return Transfers(done, reports)
+        return Transfers(done, reports, forwards)
 
     # ---- scheduler side ----
 
@@ -248,14 +269,18 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._controlling.admitted(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        controller = self.controller
-        assert controller is not None
-        return controller.take_jobs(scheduler_output)
+        controller = self._controlling
+        jobs = controller.take_jobs(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens and controller.observers.follows("forwards_timed"):
+            return dataclasses.replace(jobs, timed=controller.next_step - 1)
+        return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         done = connector_output.kv_connector_worker_meta
         if isinstance(done, Transfers):
             self._controlling.transferred(done.done)
+            if done.forwards:
+                self._controlling.observers.tell("forwards_timed", done.forwards)
             prompts = self._controlling.prompts
             if prompts is not None and prompts.files is not None:
                 prompts.files.acknowledge(done.files)

@@ -117,10 +117,8 @@ class Controller:
 
     def record_into(self, recording: RowWriter, anonymous: Callable[[str], str], *sampling: Any) -> None:
         """Record a trace from now on; the arguments are those of :class:`TraceRecorder`."""
-        self.recorder = recording
-        self.observers.add(
-            TraceRecorder(recording, anonymous, self.core, self.metrics.tally, self.marks.columns, *sampling)
-        )
+        self.recorder, about = recording, (self.core, self.metrics.tally, self.marks.columns, self.copies.ranks)
+        self.observers.add(TraceRecorder(recording, anonymous, *about, *sampling))
 
     # ---- for tools that drive an engine ----
 

@@ -15,6 +15,7 @@ __all__ = [
     "Direction",
     "FileJob",
     "FileReport",
+    "Forward",
     "Job",
     "StepJobs",
     "Transfer",
@@ -74,6 +75,15 @@ class FileReport:
     """Whether all of those have been reported now."""
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """From one rank: how long a step's forward pass took on its device."""
+
+    step: int
+    seconds: float | None
+    """None where timing it failed."""
+
+
 @dataclass(slots=True)
 class StepJobs:
     """From scheduler to workers. Saves come before loads."""
@@ -96,15 +106,18 @@ class StepJobs:
     """What blocks of files save, from :func:`kvpolicy.cost.block_price.sampled`; empty where nothing has changed."""
     file_stores: tuple[FileJob, ...] = ()
     file_loads: tuple[FileJob, ...] = ()
+    timed: int | None = None
+    """Number of this step where its forward pass is to be timed, as while a trace is recorded."""
 
 
 @dataclass(slots=True)
 class Transfers:
-    """From workers to scheduler: transfers that finished on the ranks in one step."""
+    """From workers to scheduler: transfers that finished on the ranks in one step, and forward passes."""
 
     done: list[Transfer] = field(default_factory=list)
     files: list[FileReport] = field(default_factory=list)
+    forwards: list[Forward] = field(default_factory=list)
 
     def aggregate(self, other: Transfers) -> Transfers:
         """Join the transfers of two ranks."""
-        return Transfers(self.done + other.done, self.files + other.files)
+        return Transfers(self.done + other.done, self.files + other.files, self.forwards + other.forwards)

@@ -59,6 +59,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "resume_undecided": ("Times that deciding at resume failed; what was saved was loaded.", ()),
     "control_changes": ("Changes of the control file, applied or refused.", ("result",)),
     "records_dropped": ("Trace rows that could not be written.", ()),
+    "untimed_forwards": ("Times that a rank could not time a forward pass; device_s of its step stays empty.", ()),
     "extrapolated": ("Decisions outside what the cost model was trained on.", ()),
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -22,7 +22,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.survival import AllOrNothing, Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
-from kvpolicy_vllm.plugin.messages import StepJobs
+from kvpolicy_vllm.plugin.messages import Forward, StepJobs
 
 MAX_OBSERVED = 1000
 MAX_PRICED = 4096
@@ -114,6 +114,9 @@ class Observer:
     def done(self, step: Step[OpenPreemption], output: Any, scheduler: Any, began_s: float, now: float) -> None:
         """A step's output is back."""
 
+    def forwards_timed(self, forwards: Sequence[Forward]) -> None:
+        """Ranks know how long forward passes took. While an observer follows this, they are timed."""
+
     def ended(self, request: Any, now: float) -> None:
         """A request ended, finished or aborted."""
 
@@ -185,8 +188,7 @@ class Observers:
     def close_with(self, owner: Any) -> weakref.finalize[..., Any]:
         """Close the observers when that object is gone, or when what is returned is called.
 
-        Until then only those are held that have something to close. Others know the engine's copies and, by
-        them, all of it.
+        Until then only those are held that have something to close. Others know the engine's copies and all of it.
         """
         return weakref.finalize(owner, _close, self._to_close, self._complain)
 
@@ -195,10 +197,8 @@ class Observers:
         present = (*observers, *self._given_up, *self._retired)
         self._to_close[:] = (one for one in present if type(one).close is not Observer.close)
         for event in EVENTS:
-            default = getattr(Observer, event)
-            self._following[event] = tuple(
-                getattr(o, event) for o in observers if getattr(type(o), event) is not default
-            )
+            follow = (getattr(o, event) for o in observers if getattr(type(o), event) is not getattr(Observer, event))
+            self._following[event] = tuple(follow)
         self.follow_steps = self.follows("scheduled") or self.follows("done")
 
     def _failed(self, observer: Observer) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,9 @@ from kvpolicy.trace import (
 )
 from kvpolicy.trace.resolution import coarse
 from kvpolicy.trace.upkeep import MERGED_PARTS, Size, Upkeep, hold_header
+from kvpolicy_vllm.plugin.forward_time import ForwardTimes
 from kvpolicy_vllm.plugin.host_copies import Settled
+from kvpolicy_vllm.plugin.messages import Forward
 from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
 from kvpolicy_vllm.plugin.step_parts import fill_parts
 from kvpolicy_vllm.plugin.step_sampler import StepSampler
@@ -74,7 +76,8 @@ Marks = Callable[[Any], Mapping[str, Any]]
 
 class TraceRecorder(Observer):
     """Makes the rows of a trace from events. ``anonymous`` maps a request id to its name in the trace; ``marks``: what
-    a request says of itself. ``step_share``: share of the quiet steps that are recorded, drawn with ``seed``."""
+    a request says of itself; ``ranks``: how many workers time each forward pass. ``step_share``: share of the quiet
+    steps that are recorded, drawn with ``seed``."""
 
     trouble = "an event could not be recorded (counted as records_dropped)"
     given_up = "recording failed too often in a row: the trace ends here"
@@ -86,13 +89,13 @@ class TraceRecorder(Observer):
         core: str,
         tally: Tally,
         marks: Marks,
+        ranks: int = 1,
         step_share: float = 1.0,
         seed: int = 0,
     ) -> None:
         self.recorder = recorder
-        self._sampler: StepSampler | None = None
-        if step_share < 1:
-            self._sampler = StepSampler(step_share, seed, partial(recorder.add, "steps"))
+        self._times = ForwardTimes(ranks, partial(recorder.add, "steps"))
+        self._sampler = StepSampler(step_share, seed, self._times.add) if step_share < 1 else None
         self._marks = marks
         self._anonymous = anonymous
         self._core = core
@@ -107,8 +110,7 @@ class TraceRecorder(Observer):
         return super().begin_afresh()
 
     def close(self) -> None:
-        if self._sampler is not None:
-            self._sampler.release()
+        self._release_steps()
         self.recorder.close()
         self._count_dropped()
 
@@ -181,15 +183,23 @@ class TraceRecorder(Observer):
         self.failures = 0
         row = step_row(step, began_s, now)
         if self._sampler is None:
-            self.recorder.add("steps", row)
+            self._times.add(row)
         else:
             self._sampler.add(row)
         if step.number % SHOW_STEPS == 0:
             self._show_size()
 
-    def idle(self) -> None:
+    def forwards_timed(self, forwards: Sequence[Forward]) -> None:
+        if failed := self._times.reported(forwards):
+            self._tally.add("untimed_forwards", failed)
+
+    def _release_steps(self) -> None:
         if self._sampler is not None:
             self._sampler.release()
+        self._times.release()
+
+    def idle(self) -> None:
+        self._release_steps()
         self._show_size()
         self.recorder.flush_soon()
         self._count_dropped()
