@@ -8,8 +8,9 @@ memory grows up to 40% and is lowest at 30 or 50%; at 12%, the host's cache fill
 taken of the blocks that hold all requests at full length, as in docs/overflow-study.md.
 
 Simulated: the built-in simulator with vLLM 0.32's rules (V1, chunked prefill) and times from the data sheet of that
-GPU. ``--trace``: a recorded trace, whose steps are counted by the same rule. The first statement is about V1 and is
-expected to differ from the published one. Exits 1 where a statement does not hold.
+GPU. ``--trace``: a recorded trace, whose steps are counted by the same rule and whose use over time is shown; the
+device's is of its forward passes where the trace has their time, else of steps under way. The first statement is about
+V1 and is expected to differ from the published one. Exits 1 where a statement does not hold.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kvpolicy.simulator.base import NULL_BLOCK
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.hardware.law_times import law_times
 from kvpolicy.simulator.sinks import MemorySink
-from kvpolicy.trace import Trace
+from kvpolicy.trace import Header, Trace, TraceError
 from kvpolicy.trace.table import read
 from kvpolicy.workload import Request, Workload
 
@@ -102,14 +103,18 @@ def overhead_s(trace: Trace) -> float:
     return sum(row["engine_s"] or 0.0 for row in trace.rows("outcomes"))
 
 
-def use_over_time(trace: Trace, server: Server) -> list[dict[str, float]]:
+def use_over_time(trace: Trace, server: Server | Header, core: str | None = None) -> list[dict[str, float]]:
     """Shares in each tenth of the run: the device computing, each direction of the link copying, device KV in use, and
-    host memory in use, by what was saved and not loaded yet."""
-    steps, transfers = list(trace.rows("steps")), list(trace.rows("transfers"))
-    end_s = max(row["start_s"] + row["duration_s"] for row in steps)
+    host memory in use, by what was saved and not loaded yet. ``core``: the engine core, where there are several."""
+    steps, transfers = (
+        [row for row in trace.rows(name) if core in (None, row["core"])] for name in ("steps", "transfers")
+    )
+    begin_s = min(row["start_s"] for row in steps)
+    whole_s = max(row["start_s"] + row["duration_s"] for row in steps) - begin_s
+    timed = any(row["device_s"] is not None for row in steps)
     moments = []
     for number in range(MOMENTS):
-        low, high = end_s * number / MOMENTS, end_s * (number + 1) / MOMENTS
+        low, high = (begin_s + whole_s * at / MOMENTS for at in (number, number + 1))
 
         def busy(spans: Iterable[tuple[float, float]], low: float = low, high: float = high) -> float:
             return sum(max(0.0, min(end, high) - max(begin, low)) for begin, end in spans) / (high - low)
@@ -120,19 +125,21 @@ def use_over_time(trace: Trace, server: Server) -> list[dict[str, float]]:
             (row["bytes"] if row["direction"] == "save" else -row["bytes"])
             for row in transfers if row["end_s"] <= high
         )  # fmt: skip
+        forwards_s = sum(row["device_s"] or 0.0 for row in within)
+        under_way = busy((row["start_s"], row["start_s"] + row["duration_s"]) for row in steps)
         moments.append({
-            "until_s": high,
-            "device": busy((row["start_s"], row["start_s"] + row["duration_s"]) for row in steps),
+            "until_s": high - begin_s,
+            "device": forwards_s / (high - low) if timed else under_way,
             **{word: busy((row["start_s"], row["end_s"]) for row in transfers if row["direction"] == word)
                for word in ("save", "load")},
             "device KV": used / max(1e-12, sum(row["duration_s"] for row in within)) / server.device_blocks,
-            "host KV": held / server.block_bytes / server.host_blocks,
+            "host KV": held / server.block_bytes / max(1, server.host_blocks),
         })  # fmt: skip
     return moments
 
 
-def _show_use(policy: str, moments: Sequence[Mapping[str, float]], console: Console) -> None:
-    table = Table("until s", *list(moments[0])[1:], title=f"{policy}, {TIMELINE_LEVEL}% memory: shares in use")
+def _show_use(title: str, moments: Sequence[Mapping[str, float]], console: Console) -> None:
+    table = Table("until s", *list(moments[0])[1:], title=f"{title}: shares in use")
     for moment in moments:
         table.add_row(f"{moment['until_s']:.1f}", *(f"{share:.1%}" for share in list(moment.values())[1:]))
     console.print(table)
@@ -159,10 +166,11 @@ def host_beside_device(trace: Trace, server: Server) -> tuple[float, float]:
 def _of_memory(policy: str, traces: Mapping[int, Trace]) -> list[Statement]:
     """What memory does to the overhead; nothing is said of an overhead that is only rounding."""
     overheads = {level: overhead_s(trace) for level, trace in traces.items()}
+    felt = {level: 0.0 if abs(seconds) < FELT_S else seconds for level, seconds in overheads.items()}
     words = [
         f"{level}%: {seconds:.3g} s of {max(row['last_token_s'] for row in traces[level].rows('requests')):.1f} s, "
         f"{len(traces[level].rows('outcomes'))} preempted"
-        for level, seconds in overheads.items()
+        for level, seconds in felt.items()
     ]
     if max(overheads.values()) < FELT_S:
         return [Statement(f"{policy}: preemptions cost the engine no time that can be told from none", True,
@@ -176,32 +184,45 @@ def _of_memory(policy: str, traces: Mapping[int, Trace]) -> list[Statement]:
     ]
 
 
+def recorded_in(folder: Path) -> Trace:
+    """A recorded trace. Raises TraceError where it has no steps."""
+    trace = read(folder)
+    if not trace.table("steps").num_rows:
+        raise TraceError(f"{folder}: no steps were recorded; should be the trace of a server, or of a measurement")
+    return trace
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, metavar="DIR", help="a recorded trace")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     console, lines, statements = Console(width=140), list[Line](), list[Statement]()
+    recorded = None
+    if options.trace:
+        try:
+            recorded = recorded_in(options.trace)
+        except (KVPolicyError, OSError) as error:
+            parser.exit(2, f"published_overflow.py: error: {error}\n")
     for policy in POLICIES:
         runs = {level: simulated(policy, level) for level in (*LEVELS, TIMELINE_LEVEL)}
         batches = batches_of(runs[TIMELINE_LEVEL][0].rows("steps"))
         lines.append(Line(f"{policy}: steps of prompts that decode nothing", 1.0, 1 - batches.decoding))
         statements.append(_mixes(f"{policy}, {TIMELINE_LEVEL}% memory", batches))
         statements += _of_memory(policy, {level: runs[level][0] for level in LEVELS})
-        _show_use(policy, use_over_time(*runs[TIMELINE_LEVEL]), console)
+        _show_use(f"{policy}, {TIMELINE_LEVEL}% memory", use_over_time(*runs[TIMELINE_LEVEL]), console)
         if policy == "always-swap":
             empty, full = host_beside_device(*runs[TIMELINE_LEVEL])
             text = (
                 "under swap, host memory holds more in the quarter of the steps with the emptiest device than in that "
             )
             statements.append(Statement(f"{text}with the fullest", empty > full, f"{empty:.2%} and {full:.2%}"))
-    if options.trace:
-        try:
-            recorded = batches_of(read(options.trace).rows("steps"))
-        except (KVPolicyError, OSError) as error:
-            parser.exit(2, f"published_overflow.py: error: {error}\n")
-        lines.append(Line("recorded: steps of prompts that decode nothing", 1.0, 1 - recorded.decoding))
-        statements.append(_mixes("recorded", recorded))
+    if recorded is not None:
+        batches = batches_of(recorded.rows("steps"))
+        lines.append(Line("recorded: steps of prompts that decode nothing", 1.0, 1 - batches.decoding))
+        statements.append(_mixes("recorded", batches))
+        for core, header in recorded.headers.items():
+            _show_use(core, use_over_time(recorded, header, core), console)
     show("The overflow study's paper", lines, statements, console)
     if options.json:
         write(options.json, lines, statements)

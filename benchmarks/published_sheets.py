@@ -32,6 +32,7 @@ from scipy.optimize import minimize
 import kvpolicy
 from kvpolicy.arrays import Floats, causal_pairs
 from kvpolicy.cost.analytic import ASSUMED, Assumptions, untrained
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.sheets import device_sheet
 from kvpolicy.shape import ModelShape
@@ -181,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     console = Console(width=150)
-    judged = [Judged(place, options.profiles) for place in PLACES]
+    try:
+        judged = [Judged(place, options.profiles) for place in PLACES]
+    except (KVPolicyError, OSError) as error:
+        parser.exit(2, f"published_sheets.py: error: {error}\n")
     outcomes: list[dict[str, Any]] = []
     for one in judged:
         others = [other for other in judged if other.place.device != one.place.device]

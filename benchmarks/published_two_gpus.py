@@ -23,6 +23,7 @@ from rich.console import Console
 
 import kvpolicy
 from kvpolicy.arrays import causal_pairs
+from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.base import StepLoad
 from kvpolicy.simulator.hardware.table_times import TableTimes
@@ -47,15 +48,18 @@ Case = tuple[int, int, int]
 
 
 def measured(file: Path) -> dict[Case, tuple[float, float]]:
-    """Mean seconds of a prompt phase and of a token, by case."""
-    table = pyarrow.csv.read_csv(file).to_pylist()
+    """Mean seconds of a prompt phase and of a token, by case. Raises InputError where they are not there."""
+    try:
+        table = pyarrow.csv.read_csv(file).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{file}: not a table in CSV: {error}") from error
     times: dict[Case, list[tuple[float, float]]] = {}
     for row in table:
-        if (row["model"], row["hardware"], row["tensor_parallel"]) == ("llama2-70b", "a100-80gb", RANKS):
+        if (row.get("model"), row.get("hardware"), row.get("tensor_parallel")) == ("llama2-70b", "a100-80gb", RANKS):
             case = (row["prompt_size"], row["batch_size"], row["token_size"])
             times.setdefault(case, []).append((1e-3 * row["prompt_time"], 1e-3 * row["token_time"]))
     if not times:
-        raise ValueError(f"{file}: no rows of llama2-70b on {RANKS} a100-80gb")
+        raise InputError(f"{file}: no rows of llama2-70b on {RANKS} a100-80gb")
     return {case: (float(np.mean(rows, 0)[0]), float(np.mean(rows, 0)[1])) for case, rows in sorted(times.items())}
 
 
@@ -106,21 +110,24 @@ def judged(profiles: Path, all_reduce: str | None) -> tuple[list[Line], list[Sta
     return lines, list(statements_of(lines, title))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", type=Path, required=True, help="folder with the tables")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     console = Console(width=140)
-    # Splitwise's machines have eight GPUs on NVSwitch: "dgx" is the table that has to meet the bar.
-    for all_reduce in (None, "pairs"):
-        show("Two A100s", *judged(options.profiles, all_reduce), console)
-    lines, statements = judged(options.profiles, "dgx")
+    try:
+        for all_reduce in (None, "pairs"):
+            show("Two A100s", *judged(options.profiles, all_reduce), console)
+        # Splitwise's machines have eight GPUs on NVSwitch: "dgx" is the table that has to meet the bar.
+        lines, statements = judged(options.profiles, "dgx")
+    except (KVPolicyError, OSError) as error:
+        parser.exit(2, f"published_two_gpus.py: error: {error}\n")
     show("Two A100s", lines, statements, console)
     if options.json:
         write(options.json, lines, statements)
-    sys.exit(status(lines, statements))
+    return status(lines, statements)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

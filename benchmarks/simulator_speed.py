@@ -24,6 +24,7 @@ from pathlib import Path
 from matrix_places import LLAMA_3_1_8B
 
 from kvpolicy import policy
+from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.study.machine import Machine, open_machine
@@ -92,6 +93,19 @@ def case(machine: Machine, source: Source, server: Server, repeats: int) -> tupl
     )
 
 
+def workload(name: str) -> Source:
+    """Another workload than the usual one. Raises InputError where there is none of that name, and where it has a
+    request that the smaller memory cannot hold."""
+    source = open_workload(name)
+    longest = max((request.total_tokens for request in source), default=0)
+    if longest > TIGHT * BLOCK_SIZE:
+        raise InputError(
+            f"--workload {name}: its longest request has {longest} tokens, prompt and output; should be at most "
+            f"{TIGHT * BLOCK_SIZE}, which {TIGHT} blocks hold; limit it, as by context={TIGHT * BLOCK_SIZE}"
+        )
+    return source
+
+
 def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -115,7 +129,10 @@ def main() -> int:
         )
         print(f"{options.flat} requests: {words}; {_peak_mb():.0f} MB at the most")
         return 0
-    source = open_workload(options.workload) if options.workload else requests(options.requests, RATE_PER_S)
+    try:
+        source = workload(options.workload) if options.workload else requests(options.requests, RATE_PER_S)
+    except (KVPolicyError, OSError) as error:
+        parser.exit(2, f"simulator_speed.py: error: {error}\n")
     below = 0
     for blocks, caching, asynchronous in itertools.product((AMPLE, TIGHT), (False, True), (False, True)):
         speed, words = case(machine, source, server_of(machine, blocks, caching, asynchronous), options.repeats)

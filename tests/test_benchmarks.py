@@ -404,6 +404,18 @@ def test_the_simulators_speed_is_printed_case_by_case() -> None:
     assert "30 requests: " in flat.stdout and flat.returncode == 0
 
 
+def test_a_workload_that_the_smaller_memory_cannot_hold_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    lengths = tmp_path / "long.csv"
+    lengths.write_text("prompt_tokens,output_tokens\n90000,10000\n")
+    for workload, reason in (
+        (f"lengths:{lengths}?n=2&arrivals=at-once", "its longest request has 100000 tokens"),
+        ("nonsense", "no such file, and no workload of that name"),
+    ):
+        done = run("simulator_speed.py", "--workload", workload)
+        assert done.returncode == 2 and not done.stdout
+        assert reason in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_served_blocks_are_separated_by_time_and_compared_with_estimates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

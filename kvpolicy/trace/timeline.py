@@ -106,10 +106,20 @@ class _Core:
         for row in self.rows["steps"]:
             name = "step" if not row["recomputed_tokens"] else "step that recomputes"
             args = {key: row[key] for key in STEP_ARGS}
+            device_s = row["device_s"]
+            if device_s is not None:
+                args["forward on the device, ms"] = round(1e3 * device_s, 4)
             yield self._slice(name, row["start_s"], row["start_s"] + row["duration_s"], self.pid, STEPS, args)
             for counter, columns in COUNTS.items():
                 values = {column: row[column] for column in columns}
-                yield {"ph": "C", "name": counter, "ts": self._at(row["start_s"]), "pid": self.pid, "args": values}
+                yield self._counted(counter, row, values)
+            if device_s is not None and row["duration_s"] > 0:
+                share = min(1.0, device_s / row["duration_s"])
+                yield self._counted("device", row, {"share of the step in its forward": round(share, 4)})
+
+    def _counted(self, counter: str, row: Row, values: Mapping[str, float]) -> Event:
+        """From the beginning of a step on."""
+        return {"ph": "C", "name": counter, "ts": self._at(row["start_s"]), "pid": self.pid, "args": dict(values)}
 
     def _decisions(self) -> Iterator[Event]:
         for row in self.rows["decisions"]:

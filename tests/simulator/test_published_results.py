@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+
+from kvpolicy.errors import InputError
+from kvpolicy.trace import SCHEMAS, Trace, TraceError, from_rows, with_core
+from tests.synthetic import make_trace
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -186,3 +191,58 @@ def test_the_overflow_study_counts_what_was_in_use(monkeypatch: pytest.MonkeyPat
     assert sum(moment["save"] for moment in moments) * moments[0]["until_s"] == pytest.approx(saved) and saved > 0
     assert max(moment["host KV"] for moment in moments) > 0 == pytest.approx(moments[-1]["host KV"])
     assert study.overhead_s(trace) < study.FELT_S < study.overhead_s(study.simulated("always-recompute", 12)[0])
+
+
+def test_an_overhead_that_is_rounding_is_printed_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = script("published_overflow")
+    monkeypatch.setattr(study, "overhead_s", lambda trace: -1.98e-14)
+    trace, _ = study.simulated("always-swap", 60)
+    (statement,) = study._of_memory("always-swap", {60: trace})
+    assert statement.holds and statement.figures.startswith("60%: 0 s of ")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("published_overflow", ["--trace", "nothing"], "nothing: no such folder"),
+        ("published_two_gpus", ["--profiles", "nothing"], "nothing/vidur_linear_ops_a100.csv.gz: cannot be read"),
+        ("published_sheets", ["--profiles", "nothing"], "nothing/lss_H100_Llama-3.1-8B_tp1_layers.csv.gz: cannot be"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_refused_in_a_line_before_anything_runs(
+    name: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script(name).main(arguments)
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.out
+    assert printed.err.startswith(f"{name}.py: error: {reason}") and printed.err.count("\n") == 1
+
+
+def test_published_times_that_are_not_in_the_table_are_refused(tmp_path: Path) -> None:
+    study = script("published_two_gpus")
+    (tmp_path / "times.csv").write_text("model,hardware\nother,a100\n")
+    with pytest.raises(InputError, match=r"times\.csv: no rows of llama2-70b on 2 a100-80gb"):
+        study.measured(tmp_path / "times.csv")
+
+
+def test_a_recorded_trace_shows_the_device_by_what_it_timed(tmp_path: Path) -> None:
+    """A second of steps under way, of which the device computed a quarter in one core's; the other's is not known."""
+    study = script("published_overflow")
+    step: dict[str, Any] = dict.fromkeys(SCHEMAS["steps"].names, 0) | {"device_s": None, "repeated": []}
+    steps = [step | {"step": at, "start_s": 50 + 0.1 * at, "duration_s": 0.1, "used_blocks": 6} for at in range(10)]
+    header = make_trace(states=1, repeats=1).headers.popitem()[1]
+    header = replace(header, device_blocks=10, host_blocks=0)
+    timed = from_rows("steps", [row | {"device_s": 0.025} for row in steps])
+    tables = {"a": from_rows("steps", steps), "b": timed}
+    trace = Trace(dict.fromkeys(tables, header), {"steps": pa.concat_tables(map(with_core, tables.values(), tables))})
+    for core, share in {"a": 1.0, "b": 0.25}.items():
+        moments = study.use_over_time(trace, header, core)
+        assert [moment["device"] for moment in moments] == pytest.approx([share] * 10)
+        assert [moment["device KV"] for moment in moments] == pytest.approx([0.5] * 10)
+        assert moments[-1]["until_s"] == pytest.approx(1.0)
+    trace.write(tmp_path / "trace")
+    assert study.recorded_in(tmp_path / "trace").table("steps").num_rows == 20
+    Trace({"a": header}, {}).write(tmp_path / "empty")
+    with pytest.raises(TraceError, match="no steps were recorded"):
+        study.recorded_in(tmp_path / "empty")

@@ -117,6 +117,21 @@ def test_a_requests_life_by_hand() -> None:
     assert sum(event["ph"] == "i" for event in found) == 3, "a decision at resume is shown, and is no preemption"
 
 
+def test_the_devices_share_of_a_step_is_shown_where_it_was_recorded() -> None:
+    trace = lived()
+    assert not [event for event in events(trace) if event["name"] == "device"]
+    ((core, header),) = trace.headers.items()
+    step, *_ = trace.rows("steps")
+    del step["core"]
+    table = traces.with_core(traces.from_rows("steps", [step | {"device_s": 4.0}]), core)
+    found = list(events(Trace({core: header}, trace.tables | {"steps": table})))
+    check(found)
+    (count,) = [event for event in found if event["name"] == "device"]
+    assert (count["ph"], count["args"]) == ("C", {"share of the step in its forward": 0.8})
+    (shown,) = [event for event in found if event["name"] == "step"]
+    assert shown["args"]["forward on the device, ms"] == 4000.0
+
+
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a file that ends in \.json or \.json\.gz"):
         write_events(make_trace(states=1, repeats=1), tmp_path / "x")
