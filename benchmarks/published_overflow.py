@@ -8,9 +8,10 @@ memory grows up to 40% and is lowest at 30 or 50%; at 12%, the host's cache fill
 taken of the blocks that hold all requests at full length, as in docs/overflow-study.md.
 
 Simulated: the built-in simulator with vLLM 0.32's rules (V1, chunked prefill) and times from the data sheet of that
-GPU. ``--trace``: a recorded trace, whose steps are counted by the same rule and whose use over time is shown; the
-device's is of its forward passes where the trace has their time, else of steps under way. The first statement is about
-V1 and is expected to differ from the published one. Exits 1 where a statement does not hold.
+GPU. ``--trace``: a recorded trace, whose steps are counted by the same rule, of a `kvpolicy characterize` those of the
+runs that it served. Its use over time is shown, too; the device's is of its forward passes where the trace has their
+time, else of steps under way. The first statement is about V1 and is expected to differ from the published one. Exits 1
+where a statement does not hold.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kvpolicy.cost.analytic import untrained
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware.engine_spec import EngineSpec
 from kvpolicy.hardware.sheets import device_sheet
+from kvpolicy.overflow import SERVED, figure_and_level
 from kvpolicy.policy import load as load_policy
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Server
@@ -192,6 +194,21 @@ def recorded_in(folder: Path) -> Trace:
     return trace
 
 
+def counted(trace: Trace, core: str) -> tuple[str, list[dict[str, Any]]]:
+    """The steps of a core by which its batches are judged, with a name for them: those of the runs that
+    `kvpolicy characterize` served whole, else all."""
+    steps = [row for row in trace.rows("steps") if row["core"] == core]
+    runs = [
+        range(row["first_step"], row["last_step"] + 1)
+        for row in trace.rows("windows")
+        if row["core"] == core and row["repeat"] >= 0 and (figure_and_level(row["state_id"]) or ("",))[0] in SERVED
+    ]
+    if runs:
+        return f"{core}, {len(runs)} served runs", [row for row in steps if any(row["step"] in run for run in runs)]
+    single = ", a profile of single requests" if trace.headers[core].source == "profile" else ""
+    return f"{core}{single}", steps
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, metavar="DIR", help="a recorded trace")
@@ -218,10 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             statements.append(Statement(f"{text}with the fullest", empty > full, f"{empty:.2%} and {full:.2%}"))
     if recorded is not None:
-        batches = batches_of(recorded.rows("steps"))
-        lines.append(Line("recorded: steps of prompts that decode nothing", 1.0, 1 - batches.decoding))
-        statements.append(_mixes("recorded", batches))
         for core, header in recorded.headers.items():
+            name, steps = counted(recorded, core)
+            batches = batches_of(steps)
+            lines.append(Line(f"{name}: steps of prompts that decode nothing", 1.0, 1 - batches.decoding))
+            statements.append(_mixes(name, batches))
             _show_use(core, use_over_time(recorded, header, core), console)
     show("The overflow study's paper", lines, statements, console)
     if options.json:

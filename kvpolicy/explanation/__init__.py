@@ -60,7 +60,7 @@ def explain(
         breakdowns=breakdowns_of(model, resolved.situation),
         break_even=break_even(model, resolved.situation, parsed_objective),
         grid=grid(model, resolved.situation, parsed_objective),
-        notes=_notes(model, resolved),
+        notes=_notes(model, resolved, question.pageable),
         choice=None if chooser is None else choice_of(chooser, model, resolved.situation),
     )
     return explanation if file is None else replace(explanation, not_drawn=_draw(explanation, file))
@@ -98,9 +98,11 @@ def _draw(explanation: Explanation, file: Path) -> str:
     return ""
 
 
-def _notes(model: FittedModel, resolved: ResolvedQuestion) -> tuple[str, ...]:
+def _notes(model: FittedModel, resolved: ResolvedQuestion, pageable: bool) -> tuple[str, ...]:
     notes = list(resolved.assumed)
     if resolved.situation.block_size not in model.provenance.block_sizes:
         sizes = ", ".join(map(str, model.provenance.block_sizes))
         notes.append(f"the model was measured on blocks of {sizes} tokens; another size is extrapolated")
+    if pageable:
+        notes.append("copies are priced over pageable host memory, which is not page-locked")
     return (*notes, *model.provenance.notes)

@@ -94,7 +94,9 @@ def test_pageable_memory_can_be_asked_about(
         other = replace(model, provenance=replace(model.provenance, pinned=measured))
         with pytest.raises(WrongValue, match=words):
             explain(cost_model=other, pageable=True)
-    assert explain(cost_model=replace(model, provenance=replace(model.provenance, pinned=False)), pageable=True)
+    trained = explain(cost_model=replace(model, provenance=replace(model.provenance, pinned=False)), pageable=True)
+    for explanation_of_it, priced in ((pageable, True), (trained, True), (pinned, False)):
+        assert ("copies are priced over pageable host memory" in explanation_of_it.text()) is priced
     with suppress(SystemExit):
         cli.main(["explain", "--cost-model", name, "--tokens", "300", "--pageable"])
     assert "(pageable host memory)" in capsys.readouterr().out

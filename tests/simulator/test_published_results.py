@@ -241,8 +241,33 @@ def test_a_recorded_trace_shows_the_device_by_what_it_timed(tmp_path: Path) -> N
         assert [moment["device"] for moment in moments] == pytest.approx([share] * 10)
         assert [moment["device KV"] for moment in moments] == pytest.approx([0.5] * 10)
         assert moments[-1]["until_s"] == pytest.approx(1.0)
+    assert [study.counted(trace, core)[0] for core in "ab"] == [
+        f"{core}, a profile of single requests" for core in "ab"
+    ]
     trace.write(tmp_path / "trace")
     assert study.recorded_in(tmp_path / "trace").table("steps").num_rows == 20
     Trace({"a": header}, {}).write(tmp_path / "empty")
     with pytest.raises(TraceError, match="no steps were recorded"):
         study.recorded_in(tmp_path / "empty")
+
+
+def test_of_a_characterisation_the_runs_that_it_served_are_counted() -> None:
+    study = script("published_overflow")
+    step: dict[str, Any] = dict.fromkeys(SCHEMAS["steps"].names, 0) | {"device_s": None, "repeated": []}
+    window: dict[str, Any] = dict.fromkeys(SCHEMAS["windows"].names, 0)
+    window |= {"arm": "recompute", "cause": "memory", "preemption_id": None, "discarded": ""}
+    spans = {
+        "warm-up/12": (0, 1, -1),
+        "timeline/12": (2, 4, 0),
+        "sequence-length/64": (5, 6, 0),
+        "memory/30": (8, 8, 1),
+    }
+    windows = [
+        window | {"state_id": state, "first_step": first, "last_step": last, "repeat": repeat}
+        for state, (first, last, repeat) in spans.items()
+    ]
+    rows = {"steps": [step | {"step": at} for at in range(10)], "windows": windows}
+    header = make_trace(states=1, repeats=1).headers.popitem()[1]
+    trace = Trace({"a": header}, {name: with_core(from_rows(name, some), "a") for name, some in rows.items()})
+    name, steps = study.counted(trace, "a")
+    assert name == "a, 2 served runs" and [row["step"] for row in steps] == [2, 3, 4, 8]

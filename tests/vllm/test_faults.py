@@ -54,10 +54,11 @@ def test_a_rank_that_fails_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With two workers, each with its own half of every block, a copy counts only where both made it; here each fails
-    some that the other makes."""
-    monkeypatch.setenv("KVPOLICY_TEST_FAULTS", json.dumps({"by_rank": [{"fail_saves": [1]}, {"fail_loads": [0, 2]}]}))
-    swap = harness.plugin("always-swap", copier="tests.vllm.copiers.FaultyCopier")
+    """With two workers, each with its own half of every block, a copy counts only where both made it, and a time where
+    both know it; here each fails some that the other makes."""
+    plans = [{"fail_saves": [1]}, {"fail_loads": [0, 2], "fail_watch": [9]}]
+    monkeypatch.setenv("KVPOLICY_TEST_FAULTS", json.dumps({"by_rank": plans}))
+    swap = harness.plugin("always-swap", copier="tests.vllm.copiers.FaultyCopier", trace=str(tmp_path / "trace"))
     work = job(model, requests, SCARCE | {"tensor_parallel_size": 2}, plugin=swap)
     result = harness.run(work, tmp_path, workers=2)
     harness.assert_exact(references["requests"], result)
@@ -67,6 +68,7 @@ def test_a_rank_that_fails_alone(
     assert harness.total(stats, "fallbacks", reason="load_failed") == 2
     assert harness.total(stats, "preemptions", executed="swap") >= 4
     assert harness.total(stats, "loaded_tokens") > 0
+    assert_timed(tmp_path / "trace", stats, failures=1)
 
 
 def test_host_pool_of_three_blocks(
@@ -147,9 +149,14 @@ def test_forward_passes_that_cannot_be_timed(
     result = harness.run(job(model, requests, SCARCE, plugin=swap), tmp_path)
     harness.assert_exact(references["requests"], result)
     harness.assert_nothing_left(result)
-    assert harness.total(result["stats"], "untimed_forwards") == 3
-    assert harness.total(result["stats"], "records_dropped") == 0
-    steps = [row for row in trace.read(tmp_path / "trace").rows("steps") if row["scheduled_tokens"]]
-    assert sum(row["device_s"] is None for row in steps) == 3
+    assert_timed(tmp_path / "trace", result["stats"], failures=3)
+
+
+def assert_timed(folder: Path, stats: dict[str, float], failures: int) -> None:
+    """Forward passes were timed, each within its step, but for so many that could not be and were counted."""
+    assert harness.total(stats, "untimed_forwards") == failures
+    assert harness.total(stats, "records_dropped") == 0
+    steps = [row for row in trace.read(folder).rows("steps") if row["scheduled_tokens"]]
+    assert sum(row["device_s"] is None for row in steps) == failures
     timed = [row for row in steps if row["device_s"] is not None]
     assert len(timed) > 20 and all(0 < row["device_s"] <= row["duration_s"] for row in timed)
