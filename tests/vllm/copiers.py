@@ -21,7 +21,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from kvpolicy_vllm.plugin.copiers.base import CopyError, Finished, Span
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import part_of
-from kvpolicy_vllm.plugin.forward_time import HostWatch
+from kvpolicy_vllm.plugin.forward_timer import HostWatch
 from kvpolicy_vllm.plugin.messages import Job
 
 

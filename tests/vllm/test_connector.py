@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector, cores_here, pools
 from kvpolicy_vllm.plugin.copiers.base import Finished
-from kvpolicy_vllm.plugin.forward_time import ForwardTimer
+from kvpolicy_vllm.plugin.forward_timer import ForwardTimer
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs
 from kvpolicy_vllm.plugin.settings import Settings
 

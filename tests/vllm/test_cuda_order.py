@@ -22,7 +22,7 @@ from kvpolicy_vllm.plugin.copiers import cuda
 from kvpolicy_vllm.plugin.copiers.arena import host_arena, segments_in
 from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
 from kvpolicy_vllm.plugin.copiers.staging import Staging, part_of, runs_of
-from kvpolicy_vllm.plugin.forward_time import MAX_FAILURES, ForwardTimer
+from kvpolicy_vllm.plugin.forward_timer import MAX_FAILURES, ForwardTimer
 from kvpolicy_vllm.plugin.messages import Forward, Job
 
 pytestmark = pytest.mark.scheduler

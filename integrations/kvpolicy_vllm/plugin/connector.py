@@ -24,7 +24,7 @@ from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
 from kvpolicy_vllm.plugin.file_namespace import namespace_of, orders_in_memory, refuse_unnameable
-from kvpolicy_vllm.plugin.forward_time import ForwardTimer
+from kvpolicy_vllm.plugin.forward_timer import ForwardTimer
 from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_replicated, says_where_layers_lie, segments_of_layers
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats

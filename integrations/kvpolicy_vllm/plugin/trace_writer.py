@@ -37,7 +37,7 @@ from kvpolicy.trace import (
 )
 from kvpolicy.trace.resolution import coarse
 from kvpolicy.trace.upkeep import MERGED_PARTS, Size, Upkeep, hold_header
-from kvpolicy_vllm.plugin.forward_time import ForwardTimes
+from kvpolicy_vllm.plugin.forward_times import ForwardTimes
 from kvpolicy_vllm.plugin.host_copies import Settled
 from kvpolicy_vllm.plugin.messages import Forward
 from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
