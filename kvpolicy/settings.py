@@ -191,8 +191,8 @@ class ChatLoad:
 
     workload: str | None = option(
         "Conversations, as `kvpolicy simulate --workload` names them: a file in ShareGPT's format "
-        "(sharegpt:FILE?think=5), agentic sessions, ... Only lengths and pauses are taken. Default: drawn with the "
-        "lengths of ShareGPT.",
+        "(sharegpt:FILE), agentic sessions, ... Only lengths and pauses are taken. Default: drawn with the lengths of "
+        "ShareGPT.",
         None,
     )
     chatters: tuple[int, ...] = option(
@@ -206,7 +206,11 @@ class ChatLoad:
     prefix_tokens: int = option("Tokens of the shared prefix.", 256, COUNT)
     conversations: int = option("Number of conversations of a run.", 40, COUNT)
     turns: float = option("Mean number of turns of a drawn conversation.", 5.0, TURNS)
-    think_s: float = option("Mean seconds before a message, exponentially distributed.", 5.0, AMOUNT)
+    think_s: float = option(
+        "Mean seconds before a message, exponentially distributed; think=SECONDS of --workload goes before it.",
+        5.0,
+        AMOUNT,
+    )
     context_tokens: int | None = option(
         "Tokens that a window and its answer may have. Default: the server's.", None, COUNT
     )

@@ -20,7 +20,7 @@ from kvpolicy.workload.files import (
     whole,
 )
 from kvpolicy.workload.requests import WorkloadError
-from kvpolicy.workload.sessions import ID_BITS, Beginning, Session, SessionFile, Turn, Users
+from kvpolicy.workload.sessions import ID_BITS, Beginning, Session, SessionFile, Turn, Users, Windows
 
 BLOCK_TOKENS = 64
 """Tokens of one of the format's ``hash_ids``; only full blocks have one."""
@@ -73,13 +73,14 @@ class AgentSessions(SessionFile):
         seed: int = 0,
         closed: bool = True,
         count: int | None = None,
+        windows: Windows | None = None,
     ) -> None:
-        """``count``: read only so many sessions. Raises :class:`WorkloadError` for users outside a closed loop."""
+        """``count``: read only so many sessions. ``windows``: of those calls alone. Raises :class:`WorkloadError` for users outside a closed loop."""
         if isinstance(beginning, Users) and not closed:
             raise WorkloadError(
                 f"{path}: users wait for their answers; recorded times (closed=false) need starts instead"
             )
-        super().__init__(path, beginning, care, seed, count)
+        super().__init__(path, beginning, care, seed, count, windows)
         self.closed = closed
 
     @property

@@ -9,7 +9,7 @@ from kvpolicy.workload.arrivals import Think, stream
 from kvpolicy.workload.files import Care, Counts
 from kvpolicy.workload.length_tables import LengthTable
 from kvpolicy.workload.requests import WorkloadError
-from kvpolicy.workload.sessions import Beginning, Session, SessionFile, Turn, history
+from kvpolicy.workload.sessions import Beginning, Session, SessionFile, Turn, Windows, history
 
 
 class ContinuedLengths(SessionFile):
@@ -30,11 +30,12 @@ class ContinuedLengths(SessionFile):
         seed: int = 0,
         block_tokens: int = 16,
         count: int | None = None,
+        windows: Windows | None = None,
     ) -> None:
-        """``count``: conversations. Raises :class:`WorkloadError` for blocks of no token."""
+        """``count``: conversations. ``windows``: of those turns alone. Raises :class:`WorkloadError` for blocks of no token."""
         if block_tokens < 1:
             raise WorkloadError(f"{path}: block is {block_tokens}, should be 1 or more")
-        super().__init__(path, beginning, care, seed, count)
+        super().__init__(path, beginning, care, seed, count, windows)
         self.think = think
         self.block_tokens = block_tokens
 

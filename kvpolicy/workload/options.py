@@ -13,11 +13,12 @@ YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 class Options:
     """``a=1&b=x`` by name. Reading an option removes it, so that none is applied twice."""
 
-    def __init__(self, text: str, tail: str, seed: int = 0) -> None:
-        """``text``: the whole text, for messages; ``tail``: the part after the question mark; ``seed``: the seed of a
-        text that has none."""
+    def __init__(self, text: str, tail: str, seed: int = 0, think_s: float | None = None) -> None:
+        """``text``: the whole text, for messages; ``tail``: the part after the question mark; ``seed`` and ``think_s``:
+        the seed, and the mean pause, of a text that has none."""
         self._text = text
         self._seed = seed
+        self.think_s = think_s
         self._unread: dict[str, str] = {}
         self._known: set[str] = set()
         for part in filter(None, tail.split("&")):

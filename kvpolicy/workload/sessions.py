@@ -203,6 +203,29 @@ class Conversations:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Which turns of a file's sessions are served, by the tokens of their windows: prompts with the whole history."""
+
+    min_tokens: int = 0
+    """Of a prompt."""
+    max_tokens: int | None = None
+    """Of a prompt and its answer; None: no limit."""
+    min_turns: int = 1
+    """Sessions with fewer turns within these limits are left out."""
+
+    def of(self, sessions: Iterable[Session]) -> Iterator[Session]:
+        """The sessions with those turns alone. What turns that are left out added is part of the next message."""
+        for session in sessions:
+            turns = tuple(turn for turn in session.turns if self._holds(turn))
+            if len(turns) >= self.min_turns:
+                yield replace(session, turns=turns)
+
+    def _holds(self, turn: Turn) -> bool:
+        tokens = turn.prompt_tokens + turn.output_tokens
+        return self.min_tokens <= turn.prompt_tokens and (self.max_tokens is None or tokens <= self.max_tokens)
+
+
 class SessionFile(FileSource):
     """Base of every :class:`kvpolicy.workload.Source` that finds sessions in one file, which does not say when they
     start."""
@@ -211,16 +234,24 @@ class SessionFile(FileSource):
     """A request comes after its predecessor's answer, and not at its recorded time."""
 
     def __init__(
-        self, path: Path | str, beginning: Beginning | None, care: Care | None, seed: int, count: int | None
+        self,
+        path: Path | str,
+        beginning: Beginning | None,
+        care: Care | None,
+        seed: int,
+        count: int | None,
+        windows: Windows | None = None,
     ) -> None:
-        """``beginning``: when sessions start, by default all at once. ``count``: read only so many sessions."""
+        """``beginning``: when sessions start, by default all at once. ``count``: read only so many sessions.
+        ``windows``: of those turns alone; by default all."""
         super().__init__(path, care, seed)
         self.beginning = beginning or Starting(AtOnce())
         self.count = count
+        self.windows = windows or Windows()
 
     def __iter__(self) -> Iterator[Request]:
         counts = self.counts = Counts()
-        sessions = islice(self._sessions(counts), self.count)
+        sessions = islice(self.windows.of(self._sessions(counts)), self.count)
         for request in served(self.beginning.start(sessions, stream(self.seed, "arrivals")), self.closed):
             counts.requests += 1
             yield request

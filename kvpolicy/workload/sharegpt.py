@@ -11,7 +11,7 @@ from typing import Any
 from kvpolicy.workload.arrivals import Think, stream
 from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, chunks, member, record
 from kvpolicy.workload.requests import WorkloadError
-from kvpolicy.workload.sessions import Beginning, Session, SessionFile, Turn, history
+from kvpolicy.workload.sessions import Beginning, Session, SessionFile, Turn, Windows, history
 
 TOKENS_PER_WORD = 4 / 3
 """OpenAI's rule of thumb for English: 100 tokens per 75 words. A tokenizer is more accurate."""
@@ -42,13 +42,15 @@ class ShareGPT(SessionFile):
         tokenizer: Callable[[str], int] | None = None,
         block_tokens: int = 16,
         count: int | None = None,
+        windows: Windows | None = None,
     ) -> None:
-        """``tokenizer``: number of tokens of a text, used instead of ``tokens_per_word``. ``count``: conversations."""
+        """``tokenizer``: number of tokens of a text, used instead of ``tokens_per_word``. ``count``: conversations.
+        ``windows``: of those turns alone."""
         if not tokens_per_word > 0 or block_tokens < 1:
             raise WorkloadError(
                 f"tokens_per_word {tokens_per_word} and block_tokens {block_tokens}: both should be above 0"
             )
-        super().__init__(path, beginning, care, seed, count)
+        super().__init__(path, beginning, care, seed, count, windows)
         self.think = think
         self.tokens_per_word = tokens_per_word
         self.tokenizer = tokenizer

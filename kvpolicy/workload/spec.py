@@ -17,11 +17,12 @@ Options of files: ``skip_damaged=true`` skips and counts damaged rows, ``sort=tr
 mooncake) sorts by arrival. lengths: ``draw``, a number of rows drawn with replacement; or ``think``, by which rows
 whose prompts grow are conversations, with the options of sharegpt but ``tokens_per_word``. agentic: ``sessions``, a
 number of sessions from the start; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds),
-``think_variation``, ``tokens_per_word``, ``block`` (tokens), ``sessions``. servegen: ``lengths``, the file of its
-distributions of lengths. ``arrivals`` is at-once, poisson, even,
-gamma (``variation``), weibull (``shape``), bursts (``on``, ``off`` seconds) or groups (``size``: requests that arrive
-together); Poisson where only a rate is given. sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``,
-``system`` (tokens of a common beginning).
+``think_variation``, ``tokens_per_word``, ``block`` (tokens), ``sessions``. Of these with sessions: ``min_window`` and
+``max_window`` leave out turns whose prompts have fewer tokens, or with their answers more, and ``min_turns`` sessions
+with fewer turns than that. servegen: ``lengths``, the file of its distributions of lengths. ``arrivals`` is at-once,
+poisson, even, gamma (``variation``), weibull (``shape``), bursts (``on``, ``off`` seconds) or groups (``size``:
+requests that arrive together); Poisson where only a rate is given. sessions: ``turns`` (mean), ``think``,
+``think_variation``, ``block``, ``system`` (tokens of a common beginning).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from kvpolicy.workload.requests import Source, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate
 from kvpolicy.workload.servegen import COLUMNS as SERVEGEN_COLUMNS
 from kvpolicy.workload.servegen import ServeGen
-from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users
+from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users, Windows
 from kvpolicy.workload.sharegpt import TOKENS_PER_WORD, ShareGPT
 from kvpolicy.workload.synthetic import SyntheticRequests
 from kvpolicy.workload.timed_tables import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
@@ -66,8 +67,9 @@ class Format:
     """Whether a file is of this format, by its beginning."""
 
 
-def open_workload(text: str, more: Mapping[str, Format] | None = None) -> Source:
-    """The workload that a text names; ``more``: formats beside :data:`FORMATS`, by name.
+def open_workload(text: str, more: Mapping[str, Format] | None = None, think_s: float | None = None) -> Source:
+    """The workload that a text names; ``more``: formats beside :data:`FORMATS`, by name; ``think_s``: mean pause where
+    one is needed and the text has no ``think``.
 
     Raises :class:`WorkloadError` for an unknown name, listing the known ones. Requests are read only when they are
     iterated over, but ``rate`` on a file reads all its arrivals at once.
@@ -76,8 +78,8 @@ def open_workload(text: str, more: Mapping[str, Format] | None = None) -> Source
     formats = {**FORMATS, **(more or {})}
     joined = join_of(text)
     if joined is None:
-        return _single(text, Options(text, text.partition("?")[2]), formats)
-    whole = Options(text, joined.tail)
+        return _single(text, Options(text, text.partition("?")[2], think_s=think_s), formats)
+    whole = Options(text, joined.tail, think_s=think_s)
     source = _finished(_joined(joined, whole, formats), whole)
     whole.refuse_rest()
     return source
@@ -87,7 +89,8 @@ def _joined(joined: JoinText, whole: Options, formats: Mapping[str, Format]) -> 
     """The parts, each with a seed that follows from the whole's, and its share of the whole."""
     seed, count = whole.seed(), len(joined.parts)
     parts = [
-        Options(part, part.partition("?")[2], seed + number * SEED_STEP) for number, part in enumerate(joined.parts)
+        Options(part, part.partition("?")[2], seed + number * SEED_STEP, whole.think_s)
+        for number, part in enumerate(joined.parts)
     ]
     sources = []
     for number, (part, options, values) in enumerate(zip(joined.parts, parts, divided(whole, parts), strict=True), 1):
@@ -223,7 +226,19 @@ def _beginning(options: Options) -> Beginning:
 
 def _think(options: Options) -> Think:
     variation = options.real("think_variation", 1.0)
-    return Think(options.needed("think"), 1.0 if variation is None else variation)
+    mean_s = options.real("think", options.think_s)
+    if mean_s is None:
+        raise options.wrong("think", "given: the mean pause before a turn, in seconds")
+    return Think(mean_s, 1.0 if variation is None else variation)
+
+
+def _windows(options: Options) -> Windows:
+    lowest, highest, turns = options.whole("min_window", 0), options.whole("max_window"), options.whole("min_turns", 1)
+    if highest is not None and highest < (lowest or 0):
+        raise options.wrong("max_window", f"at least min_window, {lowest}")
+    if not turns:
+        raise options.wrong("min_turns", "1 or more")
+    return Windows(lowest or 0, highest, turns)
 
 
 def _care(options: Options) -> Care:
@@ -276,6 +291,7 @@ def _agentic(path: Path, options: Options) -> Source:
         options.seed(),
         options.flag("closed", True),
         options.whole("sessions"),
+        _windows(options),
     )
 
 
@@ -293,6 +309,7 @@ def _sharegpt(path: Path, options: Options) -> Source:
         None,
         block or 0,
         count,
+        _windows(options),
     )
 
 
@@ -301,7 +318,9 @@ def _lengths(path: Path, options: Options) -> Source:
     if "think" in options:
         beginning, block = _beginning(options), options.whole("block", 16) or 0
         count = options.whole("sessions")
-        return ContinuedLengths(path, _think(options), beginning, care, options.seed(), block, count)
+        return ContinuedLengths(
+            path, _think(options), beginning, care, options.seed(), block, count, _windows(options)
+        )
     return LengthTable(path, _arrivals(options), care, options.seed(), options.whole("draw"))
 
 

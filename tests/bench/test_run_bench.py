@@ -99,6 +99,19 @@ def test_what_has_been_run_is_not_repeated(two: tuple[Small, Small, BenchTarget]
     assert len(list((tmp_path / "figures").glob("*.png"))) == 2
 
 
+def test_pauses_that_a_workload_does_not_say_are_those_of_think_s(
+    two: tuple[Small, Small, BenchTarget], tmp_path: Path
+) -> None:
+    """A file in ShareGPT's format has no pauses, and needs none in its text."""
+    messages = [{"from": who, "value": "some words"} for who in ("human", "gpt") * 2]
+    (tmp_path / "chats.json").write_text(json.dumps([{"id": "a", "conversations": messages}]))
+    load = replace(CHAT, workload=f"sharegpt:{tmp_path / 'chats.json'}", think_s=0.02, rounds=1, prefixed=(0.0,))
+    found = run_bench.bench(tmp_path / "out", load, two[-1])
+    (run, *_) = found.results["runs"]
+    assert found.ok and [row["turn"] for row in run["rows"]] == [0, 1]
+    assert run["rows"][1]["sent_s"] > run["rows"][0]["sent_s"] + run["rows"][0]["e2e_s"]
+
+
 def test_a_folder_with_another_bench_is_refused(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
     at = two[-1]
     run_bench.take_up(tmp_path, {"kind": "chat", "load": {"rounds": 1}})

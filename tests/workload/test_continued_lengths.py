@@ -31,6 +31,28 @@ def test_a_row_continues_the_one_above_where_its_prompt_is_longer_than_that_and_
     assert (source.counts.rows, source.counts.requests) == (6, 6)
 
 
+def test_turns_are_chosen_by_their_windows(tmp_path: Path) -> None:
+    """A window has its prompt, and with its answer 24 tokens or fewer; a session without such a turn is left out."""
+    path = published_files.put(tmp_path, "lengths.csv", TABLE)
+
+    def chosen(options: str) -> list[tuple[str, int]]:
+        rows = open_workload(f"lengths:{path}?think=2&{options}")
+        return [(row.session, row.prompt_tokens) for row in rows]
+
+    assert chosen("min_window=18&max_window=24") == [
+        ("conversation-0", 20), ("conversation-3", 18), ("conversation-4", 19),
+    ]  # fmt: skip
+    assert chosen("max_window=18") == [("conversation-0", 10), ("conversation-2", 9)]
+    assert chosen("min_turns=2") == [("conversation-0", 10), ("conversation-0", 20)]
+    assert chosen("min_window=20&sessions=2") == [("conversation-0", 20), ("conversation-1", 24)]
+    (alone,) = open_workload(f"lengths:{path}?think=2&min_window=20&sessions=1")
+    assert alone.think_s is None, "the first turn that is left begins its session"
+    with pytest.raises(WorkloadError, match="max_window=17: should be at least min_window, 18"):
+        chosen("min_window=18&max_window=17")
+    with pytest.raises(WorkloadError, match="min_turns=0: should be 1 or more"):
+        chosen("min_turns=0")
+
+
 def test_it_is_named_by_the_pause(tmp_path: Path) -> None:
     path = published_files.put(tmp_path, "lengths.csv", TABLE)
     text = f"lengths:{path}?think=2&rate=1&block=4&sessions=2&seed=3"

@@ -92,7 +92,7 @@ class ChatKind:
         if self.load.workload is None:
             all_of_them = drawn(self.load, room, rng)
         else:
-            source = open_workload(self.load.workload)
+            source = open_workload(self.load.workload, think_s=self.load.think_s)
             all_of_them = of_requests(source, self.load.conversations, self.load.think_s, rng)
         fitting = fitted(all_of_them, room)
         if not fitting:

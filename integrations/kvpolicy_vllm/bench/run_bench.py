@@ -68,7 +68,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     kind, arms = kind_of(load), arms_of(at)
     refuse_reserving(kind, arms)
     if (workload := getattr(load, "workload", None)) is not None:
-        open_workload(workload)  # what is wrong with it is said before a server is started
+        open_workload(workload, think_s=getattr(load, "think_s", None))  # what is wrong with it is said before a server is started
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
             "files": digests(getattr(load, "workload", None), [arm.command for arm in arms])}  # fmt: skip
