@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import InvalidURL
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.client import counters_in, request_body
 from kvpolicy.errors import InputError
+from kvpolicy.fields import POSITIVE
 
 TIMEOUT_S = 3600.0
 LOOKED_UP = "vllm:prefix_cache_queries_total"
 FOUND = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 """Tokens found on the device and by a connector."""
 REFUSED = ("vllm:kvpolicy_invalid_marks_total", "vllm:kvpolicy_clamped_marks_total")
+ADDRESS = re.compile(r"https?://[^/\s]+")
 LETTERS = 300
 """Of a server's error message that are shown."""
 
@@ -73,6 +77,11 @@ def warm(
     """
     if (prompt is None) == (messages is None):
         raise InputError("a prompt or messages are to be stored: give one of the two")
+    if not ADDRESS.match(url):
+        raise InputError(f"{url!r} is no address of a server, as http://localhost:8000")
+    if keep_s is not None:
+        POSITIVE.refuse("keep_s", keep_s)
+    said = request_body(pin=True, keep_s=keep_s, class_name=class_name)
     base = url.rstrip("/").removesuffix("/v1")
     model = str(_call(f"{base}/v1/models")["data"][0]["id"])
     body: dict[str, Any] = {"model": model, "max_tokens": 1, "temperature": 0.0}
@@ -81,7 +90,6 @@ def warm(
     else:
         path, body["messages"] = "/v1/chat/completions", list(messages)
         body["add_generation_prompt"] = False  # what is stored ends where the messages do
-    said = request_body(pin=True, keep_s=keep_s, class_name=class_name)
     before, start_s = _counters(base), clock()
     answer = _call(f"{base}{path}", body | said)
     first_s, between = clock() - start_s, _counters(base)
@@ -168,5 +176,5 @@ def _read(url: str, body: Mapping[str, Any] | None = None) -> bytes:
         raise InputError(f"{url} answers {error.code}: {said}") from None
     except OSError as error:
         raise InputError(f"{url} cannot be reached: {error}") from None
-    except ValueError as error:
-        raise InputError(f"{url} is no URL as http://localhost:8000: {error}") from None
+    except (ValueError, InvalidURL) as error:  # such as a port that is no number
+        raise InputError(f"{url} is no address of a server, as http://localhost:8000: {error}") from None

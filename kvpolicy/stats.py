@@ -15,6 +15,8 @@ from kvpolicy.errors import InputError
 CONFIDENCE = 0.95
 RESAMPLES = 5000
 MIN_BLOCKS = 2
+MIN_SHOWN_PAIRS = 3
+"""Pairs of runs from which on an interval is printed."""
 
 
 def proportion_interval(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -57,7 +59,8 @@ def mean_and_percentiles(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Geometric mean of the pairs' ratios, with its interval; the ends are None for a single pair."""
+    """Geometric mean of the pairs' ratios, with its interval; the ends are None for a single pair. Two pairs have one
+    too wide to say anything, from 0 to millions, which is not printed."""
 
     value: float
     low: float | None
@@ -70,8 +73,8 @@ class Ratio:
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def text(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.value:.3f} (1 pair, no interval)"
+        if self.low is None or self.high is None or self.pairs < MIN_SHOWN_PAIRS:
+            return f"{self.value:.3f} (no interval: {self.pairs} of the {MIN_SHOWN_PAIRS} pairs that one takes)"
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
     def to_dict(self) -> dict[str, float | None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue
 from kvpolicy.prefix_store import read_messages, read_prompt, warm
 from tests.bench.live_http import Small, serving
 
@@ -38,10 +39,20 @@ def test_a_server_that_refuses_is_quoted() -> None:
         warm(url, "a text")
     with pytest.raises(InputError, match="cannot be reached"):
         warm(url, "a text")
-    with pytest.raises(InputError, match="is no URL"):
-        warm("localhost", "a text")
+    for url in ("localhost", "ftp://localhost"):
+        with pytest.raises(InputError, match=f"^'{url}' is no address of a server, as http://localhost:8000$"):
+            warm(url, "a text")
+    with pytest.raises(InputError, match="is no address of a server, as http://localhost:8000: .*port"):
+        warm("http://localhost:many", "a text")
     with pytest.raises(InputError, match="give one of the two"):
         warm(url)
+
+
+def test_hints_that_no_server_reads_are_refused_before_one_is_asked() -> None:
+    small = Small()
+    with serving(small) as url, pytest.raises(WrongValue, match="keep_s is -3.0, should be a number above 0"):
+        warm(url, "a text", keep_s=-3.0)
+    assert not small.bodies
 
 
 def test_files_are_read(tmp_path: Path) -> None:

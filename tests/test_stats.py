@@ -18,6 +18,7 @@ from kvpolicy.stats import (
     proportion_interval,
     quantile,
     student_interval,
+    student_ratio,
     widened_tail,
 )
 
@@ -106,6 +107,9 @@ def test_impossible_ratios_are_refused(above: list[float], below: list[float], m
 
 def test_an_interval_that_includes_one_is_not_significant() -> None:
     assert not Ratio(1.02, 0.99, 1.05, 8).significant
+    assert Ratio(1.02, 0.99, 1.05, 3).text() == "1.020 (0.990 to 1.050)"
+    for ratio in (student_ratio([0.5, 1.0], [1.0, 1.0]), Ratio(0.71, None, None, 1)):  # the first from 0.01 to 57
+        assert "no interval" in ratio.text() and " to " not in ratio.text()
     assert Ratio(1.02, 1.01, 1.05, 8).significant
 
 

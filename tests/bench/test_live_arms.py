@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
+from kvpolicy.request_marks import HintLimits
 from kvpolicy.settings import BenchTarget, ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.control_arm import Switch
@@ -55,6 +57,29 @@ def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.M
         arms_of(BenchTarget("http://there:8000", ('a={"url": "there:8001"}',)))
     with pytest.raises(InputError, match="runs already"):
         arms_of(BenchTarget("http://there:8000", vllm_flags=("--seed", "3")))
+    for own in ({"cache": "cost"}, {"policy": "never-swap"}, {"hints": HintLimits.parse("none")}, {"host_gib": 2.0}):
+        (name,) = own
+        settings = ServerSettings(**{"policy": "always-swap"} | own)
+        with pytest.raises(WrongValue, match=f"{name} is of servers to be started; http://there:8000 runs already"):
+            arms_of(BenchTarget("http://there:8000", settings=settings))
+
+
+def test_a_folder_for_files_that_others_can_change_is_refused_before_a_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+
+    def arms(folder: Path | str) -> None:
+        arms_of(BenchTarget("llm", ("vllm", f'files={{"cache": "lru", "cache_files": "{folder}"}}')))
+
+    with pytest.raises(WrongValue, match=r"cache_files cannot be used: .*mode 777\); chmod it to 700"):
+        arms(tmp_path / "open")
+    with pytest.raises(WrongValue, match=r"cache_files cannot be used: .*No such file.*give another folder"):
+        arms("/proc/kv")
+    arms(tmp_path / "a" / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["open"], "nothing is left of what had to be made"
 
 
 def test_an_arm_switches_a_server_that_runs_to_a_policy_or_an_order() -> None:

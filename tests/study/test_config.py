@@ -63,7 +63,7 @@ def test_prompts_are_found_in_host_memory_where_it_caches_them(hardware: str, tm
     [
         ({"host_cache": "belady"}, "host_cache 'belady' is no caching policy; they are off, lru"),
         ({"host_cache": "lru", "prefix_caching": False}, "host_cache is given without prefix caching"),
-        ({"file_gib": 3.0}, "file_gib is given without host_cache"),
+        ({"file_gib": 3.0}, "file_gib is given without a caching policy .*: give --host-cache, too"),
         ({"host_cache": "lru", "file_gib": -1.0}, "file_gib is -1.0, should be 0 or above"),
         ({"host_cache": "lru", "file_link": "fast"}, "file_link 'fast': should be BYTES_PER_S"),
     ],

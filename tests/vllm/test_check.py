@@ -181,6 +181,18 @@ def test_prompts_in_files_are_refused_before_the_engine_starts(
     assert found["helps"] == ["no --cache-files", "--cache off"]
 
 
+def test_a_folder_for_files_that_others_can_change_is_refused(
+    process: EngineProcess, model: str, tmp_path: Path
+) -> None:
+    """A worker would say so only when it has loaded the model."""
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    files = ServerSettings("always-swap", host_gib=0.5, cache="lru", cache_files=tmp_path / "kv", cache_files_gib=1.0)
+    found = asked(process, model, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), settings=files)
+    assert "cache_files cannot be used" in found["refused"] and "(mode 777); chmod it to 700" in found["refused"]
+    assert found["helps"] == ["no --cache-files", "--cache off"]
+
+
 def test_layers_that_cannot_be_made_are_no_answer(process: EngineProcess, model: str, tmp_path: Path) -> None:
     config = json.loads((Path(model) / "config.json").read_text())
     config |= {"num_attention_heads": 4, "num_key_value_heads": 3}

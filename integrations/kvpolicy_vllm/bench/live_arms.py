@@ -16,10 +16,14 @@ from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.control_arm import Switch
 from kvpolicy_vllm.bench.live_server import LiveServer, refuse_own_flags
 from kvpolicy_vllm.bench.reservation import RESERVED
+from kvpolicy_vllm.plugin.settings import refuse_unsafe_files
 
 STOCK, PLUGIN, HINTS = "vllm", "kvpolicy", "hints"
 RESERVING = {f"orca-{how}": how for how in RESERVED}
 """Arms whose requests wait until their reserved lengths fit into the KV cache, by name."""
+
+DEFAULTS = changed_values(ServerSettings("always-swap"))
+"""Of the plugin's settings, where none are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,9 @@ def arms_of(at: BenchTarget) -> tuple[LiveArm, ...]:
         )
     if not at.is_url:
         launch.refuse_missing_folder(at.target)
+    given = changed_values(at.settings)
+    if at.is_url and (own := next((name for name, value in given.items() if DEFAULTS.get(name) != value), "")):
+        raise WrongValue(own, f"is of servers to be started; {at.target} runs already, with settings of its own")
     texts = at.arms or ((PLUGIN,) if at.is_url else (STOCK, PLUGIN))
     arms = tuple(_arm(text, at) for text in texts)
     names = [arm.name for arm in arms]
@@ -112,6 +119,7 @@ def _command(name: str, given: Mapping[str, Any], at: BenchTarget, reserves: boo
             raise WrongValue("arm", f"{name} is vLLM without the plugin, and takes no settings ({', '.join(given)})")
         return [*launch.server(at.target), *at.vllm_flags]
     settings = read(ServerSettings, changed_values(at.settings) | dict(given), f"arm {name}")
+    refuse_unsafe_files(settings)
     return launch.serve_command(at.target, launch.options(settings), at.vllm_flags)
 
 

@@ -25,7 +25,7 @@ from kvpolicy_vllm.plugin.engine_config import device_name
 from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
 from kvpolicy_vllm.plugin.kv_layout import block_bytes
 from kvpolicy_vllm.plugin.scheduler import refuse_order
-from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.settings import Settings, refuse_unsafe_files
 from kvpolicy_vllm.plugin.tested_setups import untested_inputs
 from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
@@ -112,6 +112,7 @@ def served_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     slots = host_slots(settings, rank_bytes, pool_count)
     if settings.cache_files is not None:
         refuse_unnameable(config, kv_cache, pool_count < config.parallel_config.world_size)
+        refuse_unsafe_files(settings)
     settings.refuse_too_much_memory(available_memory_bytes(), cores_here(config))
     controller = controller_for(replace(settings, trace=None, online_state=None), config, kv_cache, slots, rank_bytes)
     refuse_order(controller.order, config.scheduler_config.policy)

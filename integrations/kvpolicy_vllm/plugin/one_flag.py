@@ -56,11 +56,19 @@ def set_flags(arguments: Any, line: str) -> None:
     """
     from vllm.config import KVTransferConfig
 
-    from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, options, transfer_config, writes_to_disk
+    from kvpolicy_vllm.plugin.settings import (
+        SCHEDULER,
+        SHUTDOWN_S,
+        options,
+        refuse_unsafe_files,
+        transfer_config,
+        writes_to_disk,
+    )
 
     if getattr(arguments, "kvpolicy_line", None) == line:  # vLLM makes a configuration of the same arguments again
         return
     settings = server_settings(read_line(line, VARIABLE), VARIABLE)
+    refuse_unsafe_files(settings)
     extra = options(settings)
     ours: dict[str, Any] = {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(extra)}
     for name in CONFLICTS:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, changed_values, option
 from kvpolicy.policy import Policy
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB, ServerSettings
+from kvpolicy.tiers import refuse_unsafe
 
 DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.factory.copier_for"
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
@@ -143,6 +145,25 @@ def options(settings: ServerSettings) -> dict[str, Any]:
             "online_state", f"is {state_file}, but policy {policy} learns nothing while it serves; {TEACH}"
         )
     return values
+
+
+def refuse_unsafe_files(settings: ServerSettings) -> None:
+    """Raise InputError where the folder of ``cache_files`` cannot be made on this machine, or others can change it.
+
+    A worker finds out only when the model is loaded. What had to be made for it is removed again.
+    """
+    directory = settings.cache_files
+    if directory is None:
+        return
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        refuse_unsafe(directory)
+    except (InputError, OSError) as error:
+        raise WrongValue("cache_files", f"cannot be used: {error}; give another folder, or leave it out") from error
+    finally:
+        with suppress(OSError):  # another process uses it by now
+            for path in made:
+                path.rmdir()
 
 
 def writes_to_disk(extra: Mapping[str, Any]) -> bool:
