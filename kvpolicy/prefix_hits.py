@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 
@@ -29,6 +29,23 @@ class PrefixHits:
     def total(cls, parts: Iterable[PrefixHits]) -> PrefixHits:
         """The sums over all of these."""
         return cls(*(sum(column) for column in zip(*(astuple(part) for part in (cls(), *parts)), strict=True)))
+
+
+def hit_rates(runs: Sequence[Sequence[Sequence[float]]], parts: int) -> list[float | None]:
+    """The share of tokens looked up that were found, in each of so many equal parts of the runs' time, over all of
+    them; None for a part without a lookup.
+
+    ``runs``: of each run readings of (seconds since its begin, tokens looked up so far, those found), in order.
+    """
+    looked_up, found = [0.0] * parts, [0.0] * parts
+    for run in runs:
+        end_s, before = run[-1][0], (0.0, 0.0)
+        for at_s, queries, hits in run:
+            place = min(parts - 1, int(parts * at_s / end_s)) if end_s else 0
+            looked_up[place] += queries - before[0]
+            found[place] += hits - before[1]
+            before = queries, hits
+    return [hits / queries if queries > 0 else None for queries, hits in zip(looked_up, found, strict=True)]
 
 
 NO_HITS = PrefixHits()

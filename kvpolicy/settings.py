@@ -182,6 +182,10 @@ SHARES = Rule(
 )
 TURNS = Rule("a number, 1 or more", lambda value: 1 <= value < float("inf"))
 FACTOR = Rule("a number above 1", lambda value: 1 < value < float("inf"))
+PRICE_RATIO = (
+    "Do not record one more run after the rounds, of vLLM's own decisions, for the price of a prompt's token beside a "
+    "decoded one (p / d)."
+)
 ROUNDS = "Rounds. In each, every arm serves every setting once, in an order drawn anew."
 
 
@@ -215,6 +219,7 @@ class ChatLoad:
         "Tokens that a window and its answer may have. Default: the server's.", None, COUNT
     )
     keep_s: float = option("Seconds for which the arm with hints asks to keep a window.", 60.0, POSITIVE)
+    price_ratio: bool = option(PRICE_RATIO, True)
     rounds: int = option(ROUNDS, 3, COUNT)
     load_seed: int = option(SEED, 0, AMOUNT, flag="--seed")
 
@@ -232,6 +237,7 @@ class AnalyticsLoad:
     texts: int = option("Number of texts of a run.", 200, COUNT)
     output_tokens: int = option("Tokens of an answer.", 2, COUNT)
     concurrency: int = option("Requests that are sent at the same time.", 8, COUNT)
+    price_ratio: bool = option(PRICE_RATIO, True)
     rounds: int = option(ROUNDS, 8, COUNT)
     load_seed: int = option(SEED, 0, AMOUNT, flag="--seed")
 

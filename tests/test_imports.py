@@ -49,6 +49,8 @@ INTEGRATION = {
     # The whole loop in order: it profiles, and then trains and evaluates as a user would, and fills the report that it
     # shares with the demo without an engine.
     "bench.run_demo": _DECIDE | {"datasets", "headroom", "stats", "workload", "training", "evaluation", "study"},
+    "bench.load_report": {"prefix_hits", "stats"},
+    "bench.recorded_prices": {"errors", "evaluation", "settings", "trace"},
     # The learned policy it serves with is trained on the way.
     "bench.run_characterize": _DECIDE
     | {"datasets", "overflow", "workload", "simulator", "training", "evaluation", "headroom"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpolicy import policy
-from kvpolicy.prefix_hits import PrefixHits, PrefixHitTally
+from kvpolicy.prefix_hits import PrefixHits, PrefixHitTally, hit_rates
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
@@ -40,3 +40,10 @@ def test_only_the_first_admission_counts() -> None:
     server, times = Server(16, 1, 14, 0), ConstantTimes(0.01, (0.0,) * 6, 0.0, 1.0)
     summary = Builtin().run(Workload("some", requests, 0), policy.load("always-recompute"), server, times).summary
     assert summary.preemptions["recompute"] and summary.prefix_hits == PrefixHits(128)
+
+
+def test_a_hit_rate_over_the_run_is_that_of_each_part_of_its_time() -> None:
+    run = [(0.0, 0.0, 0.0), (5.0, 100.0, 10.0), (10.0, 200.0, 90.0)]
+    assert hit_rates([run, run], 5) == [None, None, 0.1, None, 0.8]
+    assert hit_rates([run, [(0.0, 0.0, 0.0), (1.0, 300.0, 0.0)]], 2) == [None, 90 / 500]
+    assert hit_rates([[(0.0, 0.0, 0.0)]], 1) == [None]

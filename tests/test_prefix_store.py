@@ -42,7 +42,7 @@ def test_a_server_that_refuses_is_quoted() -> None:
     for url in ("localhost", "ftp://localhost"):
         with pytest.raises(InputError, match=f"^'{url}' is no address of a server, as http://localhost:8000$"):
             warm(url, "a text")
-    with pytest.raises(InputError, match="is no address of a server, as http://localhost:8000: .*port"):
+    with pytest.raises(InputError, match=r"is no address of a server, as http://localhost:8000: .*port"):
         warm("http://localhost:many", "a text")
     with pytest.raises(InputError, match="give one of the two"):
         warm(url)
@@ -50,7 +50,7 @@ def test_a_server_that_refuses_is_quoted() -> None:
 
 def test_hints_that_no_server_reads_are_refused_before_one_is_asked() -> None:
     small = Small()
-    with serving(small) as url, pytest.raises(WrongValue, match="keep_s is -3.0, should be a number above 0"):
+    with serving(small) as url, pytest.raises(WrongValue, match=r"keep_s is -3\.0, should be a number above 0"):
         warm(url, "a text", keep_s=-3.0)
     assert not small.bodies
 

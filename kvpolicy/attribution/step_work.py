@@ -62,6 +62,70 @@ def _reals(table: pa.Table, column: str) -> Floats:
     return np.asarray(table[column].to_numpy(), dtype=np.float64)
 
 
+# ---- p / d in the steps that ran ----
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrices:
+    """What tokens cost in steps that ran. Sums over steps; seconds are None without a step-time model."""
+
+    prompt_tokens: int = 0
+    """Computed for prompts; those lost to preemptions and computed again included."""
+    prompt_s: float | None = 0.0
+    """That they add to the steps. A step without decodes counts in full."""
+    decoded_tokens: int = 0
+    decode_s: float | None = 0.0
+    """That the steps take with their decodes alone."""
+    decode_steps: float = 0.0
+    """Steps in which any request decodes."""
+
+    def __add__(self, other: TokenPrices) -> TokenPrices:
+        def together(one: float | None, another: float | None) -> float | None:
+            return None if one is None or another is None else one + another
+
+        return TokenPrices(
+            self.prompt_tokens + other.prompt_tokens,
+            together(self.prompt_s, other.prompt_s),
+            self.decoded_tokens + other.decoded_tokens,
+            together(self.decode_s, other.decode_s),
+            self.decode_steps + other.decode_steps,
+        )
+
+    @property
+    def prompt_token_s(self) -> float | None:
+        """p"""
+        return self.prompt_s / self.prompt_tokens if self.prompt_s is not None and self.prompt_tokens else None
+
+    @property
+    def decoded_token_s(self) -> float | None:
+        """d"""
+        return self.decode_s / self.decoded_tokens if self.decode_s is not None and self.decoded_tokens else None
+
+    @property
+    def price_ratio(self) -> float | None:
+        """p / d"""
+        p, d = self.prompt_token_s, self.decoded_token_s
+        return None if p is None or not d else p / d
+
+    @property
+    def batch(self) -> float | None:
+        """Mean number of requests that decode, in steps in which any does."""
+        return self.decoded_tokens / self.decode_steps if self.decode_steps else None
+
+
+def token_prices(steps: pa.Table, model: StepTimeModel | None) -> TokenPrices:
+    """Of ``steps``, rows of one core."""
+    tokens, decodes, reads, pairs = (_reals(steps, name) for name in PARTS)
+    weight = np.asarray(weights_of(steps), dtype=np.float64)
+    counts = round(float((tokens - decodes) @ weight)), round(float(decodes @ weight))
+    decode_steps = float(weight[decodes > 0].sum())
+    if model is None:
+        return TokenPrices(counts[0], None, counts[1], None, decode_steps)
+    added_s, decodes_s = recompute_prices(model, (tokens, decodes, reads, pairs), (decodes, decodes, reads, 0.0))
+    added_s = np.where(tokens > decodes, added_s, 0.0)
+    return TokenPrices(counts[0], float(added_s @ weight), counts[1], float(decodes_s @ weight), decode_steps)
+
+
 # ---- p / d at a batch ----
 
 

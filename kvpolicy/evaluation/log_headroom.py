@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from kvpolicy.attribution.offline import step_time_models
 from kvpolicy.attribution.step_time import StepTimeModel
-from kvpolicy.attribution.step_work import StepWork, step_work
+from kvpolicy.attribution.step_work import StepWork, TokenPrices, step_work, token_prices
 from kvpolicy.cost import CostModel
 from kvpolicy.events import SITUATION_FIELDS, Option, situation_of
 from kvpolicy.headroom import NO_PRICES, Headroom, Work, headroom, saving_s, total
@@ -43,6 +43,16 @@ def log_headroom(traces: Sequence[Trace], cost_model: CostModel | None = None) -
     """
     fallback = None if cost_model is None else cost_model.step_time
     return _headroom([(trace, *step_times_of(trace, fallback)) for trace in traces], cost_model)
+
+
+def log_token_prices(trace: Trace) -> tuple[TokenPrices, str]:
+    """What tokens of prompts, and decoded ones, cost in a trace's steps, by step times fitted to them; and why that is
+    not known."""
+    models, why = step_times_of(trace)
+    prices, steps = TokenPrices(), trace.table("steps")
+    for core in trace.headers:
+        prices += token_prices(steps.filter(pc.equal(steps["core"], core)), models.get(core))
+    return prices, why if prices.price_ratio is None else ""
 
 
 def served_headrooms(trace: Trace, cost_model: CostModel | None = None) -> dict[str, Headroom]:

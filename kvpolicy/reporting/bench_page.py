@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvpolicy.errors import InputError
+from kvpolicy.prefix_hits import hit_rates
 from kvpolicy.reporting.figures import COLOURS, INK, LEARNED, MUTED, STYLE, legend, mean_and_half, new_figure, write
 from kvpolicy.reporting.page import inline, templates
 from kvpolicy.stats import student_ratio
@@ -26,7 +27,9 @@ LINES = (INK, COLOURS["swap"], LEARNED, COLOURS["recompute"], MUTED)
 """Colours of the arms, or of shares."""
 MARKS = "os^Dv"
 BINS = 12
-"""Parts of a run's time in each of which a hit rate is shown."""
+"""Parts of a run's time in each of which a hit rate is drawn."""
+FIFTHS = 5
+"""Those of the table beside the drawing."""
 FIGURES: Mapping[str, Mapping[str, str]] = {
     "chat": {
         "messages_s": "messages per second",
@@ -98,6 +101,8 @@ def _rendered(results: Run, drawings: Mapping[str, tuple[str, Figure]]) -> str:
             arms=results["arms"],
             drawings=[(title, inline(figure, name, title)) for name, (title, figure) in drawings.items()],
             table=_table(results),
+            hits=_hit_table(results),
+            prices=results.get("prices"),
             ratios=list(_ratios(results)),
             tokens=_tokens(results),
             errors=[
@@ -178,7 +183,11 @@ def _hit_rates(results: Run, chatters: int) -> Figure:
         shares = sorted({cell["prefixed"] for cell in _cells(results)})
         for number, share in enumerate(shares):
             runs = _of(results, name, {"chatters": chatters, "prefixed": share})
-            points = [(at, rate) for at, rate in enumerate(binned(runs)) if rate is not None]
+            points = [
+                (at, rate)
+                for at, rate in enumerate(hit_rates([run["lookups"] for run in runs], BINS))
+                if rate is not None
+            ]
             if points:
                 x, y = zip(*(((at + 0.5) / BINS, rate) for at, rate in points), strict=True)
                 axes.plot(
@@ -196,18 +205,17 @@ def _finish(axes: Axes, name: str) -> None:
     axes.set_ylabel(f"{name}: found")
 
 
-def binned(runs: Sequence[Run]) -> list[float | None]:
-    """The hit rate in each of :data:`BINS` equal parts of the runs' time, over all of them; None without a lookup."""
-    looked_up, found = [0.0] * BINS, [0.0] * BINS
-    for run in runs:
-        end_s = run["lookups"][-1][0]
-        before = (0.0, 0.0)
-        for at_s, queries, hits in run["lookups"]:
-            place = min(BINS - 1, int(BINS * at_s / end_s)) if end_s else 0
-            looked_up[place] += queries - before[0]
-            found[place] += hits - before[1]
-            before = queries, hits
-    return [hits / queries if queries > 0 else None for queries, hits in zip(looked_up, found, strict=True)]
+def _hit_table(results: Run) -> dict[str, Any]:
+    """The same as heads, and rows of texts, over all numbers of people; empty for a load of which it is not known."""
+    rows = []
+    for cell in _cells(results):
+        for arm in results["arms"]:
+            lookups = [run["lookups"] for run in _of(results, arm["name"], cell) if "lookups" in run]
+            shown = ["" if rate is None else f"{rate:.1%}" for rate in hit_rates(lookups, FIFTHS)]
+            if lookups:
+                rows.append([*(f"{value:g}" for value in cell.values()), arm["name"], *shown])
+    parts = [f"to {(number + 1) / FIFTHS:.0%}" for number in range(FIFTHS)]
+    return {"heads": [*(AXES[name] for name in _cells(results)[0]), "arm", *parts], "rows": rows} if rows else {}
 
 
 def _table(results: Run) -> dict[str, Any]:

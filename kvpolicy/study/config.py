@@ -110,7 +110,10 @@ class Serving:
         if self.host_cache != caching.OFF and not self.prefix_caching:
             raise WrongValue("host_cache", "is given without prefix caching, which finds the contents: switch it on")
         if self.host_cache == caching.OFF and self.file_gib:
-            raise WrongValue("file_gib", "is given without a caching policy of host memory: give --host-cache, too, as --host-cache cost")
+            raise WrongValue(
+                "file_gib",
+                "is given without a caching policy of host memory: give --host-cache, too, as --host-cache cost",
+            )
 
     def on(self, device: str) -> Serving:
         """These settings with every None replaced by the plugin's or vLLM's default for the device."""

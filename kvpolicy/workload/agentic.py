@@ -75,7 +75,10 @@ class AgentSessions(SessionFile):
         count: int | None = None,
         windows: Windows | None = None,
     ) -> None:
-        """``count``: read only so many sessions. ``windows``: of those calls alone. Raises :class:`WorkloadError` for users outside a closed loop."""
+        """``count``: read only so many sessions. ``windows``: of those calls alone.
+
+        Raises :class:`WorkloadError` for users outside a closed loop.
+        """
         if isinstance(beginning, Users) and not closed:
             raise WorkloadError(
                 f"{path}: users wait for their answers; recorded times (closed=false) need starts instead"

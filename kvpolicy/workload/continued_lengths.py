@@ -32,7 +32,10 @@ class ContinuedLengths(SessionFile):
         count: int | None = None,
         windows: Windows | None = None,
     ) -> None:
-        """``count``: conversations. ``windows``: of those turns alone. Raises :class:`WorkloadError` for blocks of no token."""
+        """``count``: conversations. ``windows``: of those turns alone.
+
+        Raises :class:`WorkloadError` for blocks of no token.
+        """
         if block_tokens < 1:
             raise WorkloadError(f"{path}: block is {block_tokens}, should be 1 or more")
         super().__init__(path, beginning, care, seed, count, windows)

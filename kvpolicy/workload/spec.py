@@ -318,9 +318,7 @@ def _lengths(path: Path, options: Options) -> Source:
     if "think" in options:
         beginning, block = _beginning(options), options.whole("block", 16) or 0
         count = options.whole("sessions")
-        return ContinuedLengths(
-            path, _think(options), beginning, care, options.seed(), block, count, _windows(options)
-        )
+        return ContinuedLengths(path, _think(options), beginning, care, options.seed(), block, count, _windows(options))
     return LengthTable(path, _arrivals(options), care, options.seed(), options.whole("draw"))
 
 

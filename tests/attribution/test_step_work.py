@@ -10,7 +10,15 @@ import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
-from kvpolicy.attribution.step_work import Batch, batch_prices, batches_of, price_ratio, step_work
+from kvpolicy.attribution.step_work import (
+    Batch,
+    TokenPrices,
+    batch_prices,
+    batches_of,
+    price_ratio,
+    step_work,
+    token_prices,
+)
 from kvpolicy.headroom import NO_STEP_TIMES
 from kvpolicy.trace import TraceError
 from tests.attribution.step_rows import DECODE_S, FIXED_S, PAIR_S, READ_S, TOKEN_S, law, one_after_another, step
@@ -64,6 +72,26 @@ def test_a_step_of_nothing_else_counts_in_full_and_is_shared_by_tokens() -> None
     assert found.work.recompute_s == pytest.approx(whole_s) and found.work.decode_s == 0.0
     assert found.recompute_s == {"a-1": pytest.approx(0.75 * whole_s), "a-2": pytest.approx(0.25 * whole_s)}
     assert found.work.busy_s == pytest.approx(whole_s), "a step that computes nothing is no work"
+
+
+def test_prices_of_the_steps_that_ran() -> None:
+    """A chunk of 100 tokens beside 4 decodes, 20 tokens in a step of their own, which count in full, and two decodes
+    alone; recomputed tokens are prompt tokens like any others."""
+    pairs = 100 * 101 // 2
+    steps = table(
+        step(0, 0.0, (104, 4, 404, pairs), repeated=[again("a-1", 50, 0, 40)]),
+        step(1, 0.0, (20, 0, 0, 210)),
+        step(2, 0.0, (2, 2, 200, 0)),
+        step(3, 0.0, (0, 0, 0, 0)),
+    )
+    found = token_prices(steps, MODEL)
+    assert (found.prompt_tokens, found.decoded_tokens, found.decode_steps, found.batch) == (120, 6, 2.0, 3.0)
+    assert found.prompt_s == pytest.approx(100 * TOKEN_S + pairs * PAIR_S + law(20, 0, 0, 210))
+    decodes_s = law(4, 4, 404, 0) + law(2, 2, 200, 0)
+    assert found.price_ratio == pytest.approx(found.prompt_s / 120 / (decodes_s / 6))
+    assert found + TokenPrices() == found
+    unknown = token_prices(steps, None)
+    assert (unknown.prompt_tokens, unknown.price_ratio, (found + unknown).prompt_s) == (120, None, None)
 
 
 def test_a_repetition_of_no_tokens_costs_nothing() -> None:

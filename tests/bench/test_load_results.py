@@ -9,7 +9,14 @@ import pytest
 from kvpolicy.latency import Slo
 from kvpolicy.workload import Request
 from kvpolicy_vllm.bench.chat_load import ChatRun, Message
-from kvpolicy_vllm.bench.load_results import chat_figures, differences, hit_rate, rate_figures, steady_rate
+from kvpolicy_vllm.bench.load_results import (
+    chat_figures,
+    differences,
+    hit_rate,
+    lost_price_ratio,
+    rate_figures,
+    steady_rate,
+)
 from kvpolicy_vllm.bench.openai_api import Answer
 from kvpolicy_vllm.bench.rate_load import RateRun, Sent
 
@@ -40,6 +47,17 @@ def test_the_rate_is_that_of_the_time_in_which_everybody_chats() -> None:
 def test_a_run_without_an_answer_has_no_figures() -> None:
     figures = chat_figures(ChatRun(0.0, [], [(0.0, {})]))
     assert figures["messages_s"] is None and figures["ttft_s"] is None and figures["hit_rate"] is None
+
+
+def test_the_price_of_lost_tokens_is_read_from_the_plugins_counters() -> None:
+    """40 lost tokens added 20 ms to steps in which 50 others took 100 ms."""
+    names = ("recompute_microseconds", "recomputed_tokens", "beside_recompute_microseconds", "beside_recompute_tokens")
+    grown = {f"vllm:kvpolicy_{name}_total": value for name, value in zip(names, (2e4, 40.0, 1e5, 50.0), strict=True)}
+    assert lost_price_ratio(grown) == pytest.approx(0.25)
+    assert (
+        lost_price_ratio({}) is None
+        and lost_price_ratio(grown | {"vllm:kvpolicy_recomputed_tokens_total": 0.0}) is None
+    )
 
 
 def test_what_a_connector_found_counts_too() -> None:

@@ -66,6 +66,11 @@ def test_a_chat_is_measured_by_arm_and_share(two: tuple[Small, Small, BenchTarge
     assert 2 * len(said) == len([body for body in other.bodies if body["cache_salt"] != "warm-up"])
     assert not [body for body in one.bodies if "kv_transfer_params" in body]
     assert "hit rate" in found.text() and "0 conversations differ" in found.text()
+    for cell in found.to_dict()["cells"]:
+        rates = cell["hit_rate_over_run"]["first"]
+        assert len(rates) == 5 and any(rate is not None for rate in rates)
+    assert "tokens found in a cache, by fifth of the run's time" in found.text() and "to 80%" in found.text()
+    assert found.to_dict()["prices"] is None, "nothing is recorded of a server that runs already"
 
 
 def test_no_two_runs_share_a_cached_prefix(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import step_time_models
 from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.cost import CostModel
-from kvpolicy.evaluation.log_headroom import NO_STEPS, NO_SWAP_COSTS, log_headroom, served_headrooms, served_lines
+from kvpolicy.evaluation.log_headroom import (
+    NO_STEPS,
+    NO_SWAP_COSTS,
+    log_headroom,
+    log_token_prices,
+    served_headrooms,
+    served_lines,
+)
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.headroom import NO_PRICES, Headroom
 from kvpolicy.simulator import Link, Server
@@ -57,6 +64,18 @@ def test_the_bound_is_what_the_simulator_knows() -> None:
         known.price_ratio, rel=0.02
     )
     assert found.forecast == pytest.approx(known.forecast, rel=0.02), "copies beside the steps cost it nothing"
+
+
+def test_prices_of_tokens_are_those_of_the_law_that_the_simulator_has() -> None:
+    _, trace = simulated()
+    found, unknown = log_token_prices(trace)
+    assert not unknown and found.prompt_tokens > log_headroom([trace]).recomputed_tokens > 0
+    (model,) = step_time_models(trace).values()
+    assert found.prompt_token_s is not None and found.prompt_token_s > model.per_part_s[0]
+    assert log_token_prices(Trace(trace.headers, trace.tables | {"steps": trace.table("steps").slice(0, 0)})) == (
+        replace(found, prompt_tokens=0, prompt_s=None, decoded_tokens=0, decode_s=None, decode_steps=0.0),
+        NO_STEPS,
+    )
 
 
 def test_two_traces_are_one() -> None:

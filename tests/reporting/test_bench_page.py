@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvpolicy.errors import InputError
-from kvpolicy.reporting.bench_page import BINS, binned
 from kvpolicy.reporting.pipeline import report
 
 ARMS = ("vllm", "kvpolicy")
@@ -55,6 +54,18 @@ def test_a_page_shows_the_bench(tmp_path: Path) -> None:
     assert "messages per second, kvpolicy over vllm: 1.95" in text
     assert "70 tokens compared, 2 conversations differ, where the two best log-probabilities are at most 1e-05" in text
     assert "2 x HTTP 503: &lt;full&gt;" in text
+    head = text.index("Tokens found in a cache, by part of the run")
+    cells = "<td>2</td><td>0.5</td><td>vllm</td><td></td><td></td><td>10.0%</td><td></td><td>80.0%</td>"
+    assert cells in text[head:] and "<th>to 60%</th>" in text[head:] and "p / d" not in text
+
+
+def test_a_page_has_the_prices_of_tokens(tmp_path: Path) -> None:
+    folder = bench(tmp_path / "a")
+    values = json.loads((folder / "bench.json").read_text())
+    prices = {"price_ratio": 0.52, "prompt_token_s": 1.3e-3, "decoded_token_s": 2.5e-3, "batch": 7.25}
+    (folder / "bench.json").write_text(json.dumps(values | {"prices": prices}))
+    report([folder], tmp_path / "page.html")
+    assert "<dd>0.52: a prompt's token adds 1.3 ms" in (tmp_path / "page.html").read_text()
 
 
 def test_a_page_says_what_a_server_was_switched_to(tmp_path: Path) -> None:
@@ -97,9 +108,3 @@ def test_what_is_no_bench_is_named(tmp_path: Path) -> None:
     (folder / "bench.json").write_text("{}")
     with pytest.raises(InputError, match=r"bench.json: is not what `kvpolicy bench` writes"):
         report([folder], tmp_path / "page.html")
-
-
-def test_a_hit_rate_over_the_run_is_that_of_each_part_of_its_time() -> None:
-    rates = binned([run("vllm", 0, 0.0, 1.0), run("vllm", 1, 0.0, 1.0)])
-    assert len(rates) == BINS and rates[BINS // 2] == 0.1 and rates[-1] == 0.8
-    assert rates[1] is None

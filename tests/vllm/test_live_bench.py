@@ -63,6 +63,7 @@ def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Pat
         think_s=0.1,
         rounds=1,
         context_tokens=400,
+        price_ratio=False,
     )
     found = integrations.bench(tmp_path, load, BenchTarget(model, ("vllm", "hints"), SETTINGS, FLAGS))
     assert isinstance(found, LoadReport) and found.ok, found.text()
@@ -150,6 +151,22 @@ def test_a_server_without_enough_memory_says_so_first(
     assert re.search(r"before it answered: ValueError: (Free|Available) memory on \w+ .* is less than desired", first)
     assert re.search(r"\(Give --gpu-memory-utilization 0\.\d+ or less\.\)", first)
     assert len(last_lines) == LAST_LINES and "See root cause above" in last_lines[-1]
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_what_tokens_cost_is_read_from_one_more_run(model: str, tmp_path: Path) -> None:
+    """Of the server without the plugin alone, which records nothing; and is not recorded again."""
+    load = AnalyticsLoad(prefix_tokens=(96,), texts=60, rounds=1, concurrency=4)
+    at = BenchTarget(model, ("vllm",), SETTINGS, FLAGS)
+    found = integrations.bench(tmp_path, load, at)
+    assert isinstance(found, LoadReport) and found.ok, found.text()
+    prices = found.to_dict()["prices"]
+    assert prices["cell"] == {"prefix_tokens": 96} and not prices["unknown"], prices
+    assert prices["price_ratio"] > 0 and 1 <= prices["batch"] <= 4 and prices["prompt_tokens"] > 60
+    assert "p / d at the batches that ran" in found.text()
+    recorded = (tmp_path / "prices.json").stat().st_mtime_ns
+    assert integrations.bench(tmp_path, load, at).to_dict()["prices"] == prices
+    assert (tmp_path / "prices.json").stat().st_mtime_ns == recorded
 
 
 @pytest.mark.slow

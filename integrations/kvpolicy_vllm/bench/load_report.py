@@ -12,11 +12,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.prefix_hits import hit_rates
 from kvpolicy.stats import Ratio, student_ratio
 from kvpolicy_vllm.bench.exactness import TIE_GAP
 from kvpolicy_vllm.bench.rate_sweep import sustained
+from kvpolicy_vllm.bench.recorded_prices import sentence
 
 WIDTH = 160
+FIFTHS = 5
+"""Parts of a run's time by which hit rates are in a table."""
 COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
     "chat": (
         ("messages/s", "messages_s", ".3g"),
@@ -28,6 +32,7 @@ COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
         ("p99", "e2e_s.p99", ".3g"),
         ("window", "window_tokens.mean", ".0f"),
         ("hit rate", "hit_rate", ".1%"),
+        ("p/d of lost", "price_ratio", ".2f"),
     ),
     "analytics": (
         ("requests/s", "requests_s", ".4g"),
@@ -37,6 +42,7 @@ COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
         ("TTFT s mean", "ttft_s.mean", ".3g"),
         ("prefix s", "prefix_s", ".3g"),
         ("hit rate", "hit_rate", ".1%"),
+        ("p/d of lost", "price_ratio", ".2f"),
     ),
     "rate": (
         ("finished/s", "requests_s", ".3g"),
@@ -92,13 +98,14 @@ class LoadReport:
                 "arms": {name: {figure: self._mean(runs, figure) for _, figure, _ in self._columns}
                          for name, runs in self._by_arm(cell).items()},
                 "ratios": {name: ratio.to_dict() for name, ratio in self.ratios(cell)},
-            }
+            } | ({"hit_rate_over_run": self.hit_rates(cell)} if self._has_lookups else {})
             for cell in self.cells()
         ]  # fmt: skip
         tokens, different, gap = self.compared()
         return {
             "kind": self.results["kind"],
             "cells": cells,
+            "prices": self.results.get("prices"),
             "errors": self.errors(),
             "tokens": {"compared": tokens, "different": different, "wrong": self.wrong(), "largest_gap": gap},
         } | ({"sustained": dict(self.sustained())} if self._is_sweep else {})
@@ -106,6 +113,14 @@ class LoadReport:
     @property
     def _columns(self) -> Sequence[tuple[str, str, str]]:
         return COLUMNS[self.results["kind"]]
+
+    @property
+    def _has_lookups(self) -> bool:
+        return any("lookups" in run for run in self.results["runs"])
+
+    def hit_rates(self, cell: Mapping[str, Any]) -> dict[str, list[float | None]]:
+        """By arm, the share of tokens found in a cache in each fifth of a run's time, over all rounds."""
+        return {name: hit_rates([run["lookups"] for run in runs], FIFTHS) for name, runs in self._by_arm(cell).items()}
 
     @property
     def _is_sweep(self) -> bool:
@@ -171,6 +186,8 @@ class LoadReport:
                 "log-probabilities explains it. Times of other answers cannot be compared."
             )
         console.print(self._table())
+        if self._has_lookups:
+            console.print(self._hit_table())
         for line in self._lines():
             console.print(line)
         return buffer.getvalue()
@@ -190,15 +207,30 @@ class LoadReport:
                 table.add_row(*(f"{cell[head]:g}" for head in heads), name, *shown)
         return table
 
+    def _hit_table(self) -> Table:
+        title = f"tokens found in a cache, by fifth of the run's time ({100 // FIFTHS}% each)"
+        table = Table(title=title, title_justify="left")
+        cells = self.cells()
+        for head in (*(head.replace("_", " ") for head in cells[0]), "arm"):
+            table.add_column(head)
+        for number in range(FIFTHS):
+            table.add_column(f"to {(number + 1) / FIFTHS:.0%}", justify="right")
+        for cell in cells:
+            for name, rates in self.hit_rates(cell).items():
+                shown = ("" if rate is None else f"{rate:.1%}" for rate in rates)
+                table.add_row(*(f"{value:g}" for value in cell.values()), name, *shown)
+        return table
+
     def _lines(self) -> Iterator[str]:
         for cell in self.cells():
-            where = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in cell.items())
             for name, ratio in self.ratios(cell):
-                yield f"{where}: {name}: {ratio.text()}"
+                yield f"{_where(cell)}: {name}: {ratio.text()}"
         for name, found in self.sustained() if self._is_sweep else ():
             kept = "no rate" if found["rate"] is None else f"{found['rate']:g} requests per second"
             why = "" if found["exploded"] is None else f"; at {found['exploded']:g} {found['why']}"
             yield f"{name}: serves {kept}{why or ', the highest rate tried'}"
+        if prices := self.results.get("prices"):
+            yield f"{_where(prices['cell'])}: {sentence(prices)}"
         yield "figures are means over rounds; in brackets 95% intervals of ratios over rounds"
         tokens, different, gap = self.compared()
         if len(self.arms) > 1:
@@ -207,6 +239,10 @@ class LoadReport:
         for reason, count in self.errors().items():
             yield f"errors: {count} x {reason}"
         yield f"written to {self.path}"
+
+
+def _where(cell: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in cell.items())
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

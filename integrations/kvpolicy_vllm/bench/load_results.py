@@ -18,6 +18,8 @@ QUERIES = "vllm:prefix_cache_queries_total"
 HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 """Tokens that were looked up, and those found on the device and by a connector."""
 OWN = "vllm:kvpolicy_"
+PRICED = ("recompute_microseconds", "recomputed_tokens", "beside_recompute_microseconds", "beside_recompute_tokens")
+"""Counters of what recomputed tokens add to steps, and of the decodes beside them."""
 
 
 def chat_figures(run: ChatRun) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def chat_figures(run: ChatRun) -> dict[str, Any]:
         "hit_rate": hit_rate(first, last),
         "lookups": [[at_s, *_looked_up(first, counters)] for at_s, counters in run.samples],
         "counters": _grown(first, last),
+        "price_ratio": lost_price_ratio(_grown(first, last)),
         "errors": _errors(message.answer for message in run.messages),
         "rows": [
             {
@@ -71,6 +74,7 @@ def analytics_figures(run: AnalyticsRun) -> dict[str, Any]:
         "prefix_s": run.first.e2e_s,
         "hit_rate": hit_rate(run.before, run.after),
         "counters": _grown(run.before, run.after),
+        "price_ratio": lost_price_ratio(_grown(run.before, run.after)),
         "errors": _errors([run.first, *answers]),
         "rows": [
             {"conversation": str(number), "turn": 0, "token_ids": list(answer.token_ids), "error": answer.error}
@@ -190,6 +194,13 @@ def hit_rate(before: Mapping[str, float], after: Mapping[str, float]) -> float |
 def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return {name: value for name, value in grown.items() if value}
+
+
+def lost_price_ratio(grown: Mapping[str, float]) -> float | None:
+    """p / d of the tokens that preemptions lost, by the plugin's counters: seconds that one adds to its step over those
+    of a token decoded there. None without such a token, or without a cost model that prices steps."""
+    added_us, tokens, beside_us, decoded = (grown.get(f"{OWN}{name}_total", 0.0) for name in PRICED)
+    return added_us / tokens / (beside_us / decoded) if tokens and added_us and beside_us and decoded else None
 
 
 def differences(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

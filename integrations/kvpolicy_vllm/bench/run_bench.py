@@ -27,6 +27,7 @@ from kvpolicy_vllm.bench.load_report import LoadReport
 from kvpolicy_vllm.bench.load_results import differences
 from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.bench.rate_kind import RateKind
+from kvpolicy_vllm.bench.recorded_prices import recorded_prices, recording_arm
 from kvpolicy_vllm.bench.resumed_inputs import digests, versions
 
 NO_RUN = {"plan.json", "model.json"}
@@ -68,7 +69,9 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     kind, arms = kind_of(load), arms_of(at)
     refuse_reserving(kind, arms)
     if (workload := getattr(load, "workload", None)) is not None:
-        open_workload(workload, think_s=getattr(load, "think_s", None))  # what is wrong with it is said before a server is started
+        open_workload(
+            workload, think_s=getattr(load, "think_s", None)
+        )  # what is wrong with it is said before a server is started
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
             "files": digests(getattr(load, "workload", None), [arm.command for arm in arms])}  # fmt: skip
@@ -89,7 +92,30 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
         "comparisons": [run for run in written if "arm" not in run],
     }
     write(out / "bench.json", results)
+    if getattr(load, "price_ratio", False) and not at.is_url:
+        # The cell with most chatters, or the longest prefix; texts of a round of its own.
+        busiest = max((cell for cell, _ in served), key=lambda cell: next(iter(cell.values())))
+        results["prices"] = priced(kind, busiest, load.rounds, at, out)
+        write(out / "bench.json", results)
     return LoadReport(results, str(out / "bench.json"))
+
+
+def priced(kind: Kind, cell: Cell, round_: int, at: BenchTarget, out: Path) -> dict[str, Any]:
+    """What tokens cost at the batches of a cell, from a recorded run. What was found once is not recorded again."""
+    path, trace = out / "prices.json", (out / "trace").absolute()
+    if path.exists():
+        return dict(json.loads(path.read_text()))
+
+    def serve() -> None:
+        shutil.rmtree(trace, ignore_errors=True)  # of a run that was interrupted
+        arm = recording_arm(at, trace)
+        with Servers(out / "logs", say) as servers:
+            Driver(kind, (arm,), servers, out).record(cell, round_, arm)
+
+    found = {"cell": dict(cell)} | recorded_prices(serve, trace)
+    if found["price_ratio"] is not None:
+        write(path, found)
+    return found
 
 
 def refuse_reserving(kind: Kind, arms: Sequence[LiveArm]) -> None:
@@ -173,6 +199,11 @@ class Driver:
         if not compared.exists():
             write(compared, {"cell": cell, "round": round_, "tokens": asyncio.run(self._compare(cell, round_))})
         return {arm.name: self._figures(cell, round_, arm) for arm in self._arms}
+
+    def record(self, cell: Cell, round_: int, arm: LiveArm) -> None:
+        """One run that is not one of the results."""
+        figures = asyncio.run(self._run(cell, round_, arm))
+        say(f"{words(cell)}, {arm.name}: {self._line(figures)}")
 
     def _line(self, figures: Mapping[str, Any]) -> str:
         rate, errors = figures[self._kind.rate], sum(figures["errors"].values())
