@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvpolicy.errors import EngineFailed
 from kvpolicy_vllm.bench import live_server
-from kvpolicy_vllm.bench.live_server import LiveServer
+from kvpolicy_vllm.bench.live_server import LiveServer, session_cpu_s
 
 
 def test_a_server_that_ends_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +34,20 @@ def test_a_server_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: p
             return
         time.sleep(0.1)
     raise AssertionError(f"process {pid} outlived the server")
+
+
+def test_cpu_time_is_that_of_all_processes_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of the server counts until it says that it is ready; the shell that waits for it does next to nothing."""
+    monkeypatch.setattr(live_server, "_answers", lambda url: (tmp_path / "up").exists())
+    child = f"i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; touch {tmp_path}/up; sleep 1000"
+    with LiveServer(["/bin/sh", "-c", f"( {child} ) & wait", "--"], tmp_path / "log") as server:
+        assert server.cpu_s > 0
+        assert session_cpu_s(-1) == 0.0
+
+
+def test_cpu_time_is_read_by_session_whatever_a_process_is_called(tmp_path: Path) -> None:
+    for pid, name, session, ticks in ((7, "a) S 9 (b", 70, 300), (8, "sh", 70, 50), (9, "sh", 90, 1000)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S 1 1 {session} 0 -1 0 0 0 0 0 {ticks} {ticks} 0 0")
+    (tmp_path / "10").mkdir()  # ended meanwhile
+    assert session_cpu_s(70, tmp_path) == pytest.approx(2 * 350 / os.sysconf("SC_CLK_TCK"))

@@ -164,6 +164,8 @@ def test_what_tokens_cost_is_read_from_one_more_run(model: str, tmp_path: Path) 
     assert prices["cell"] == {"prefix_tokens": 96} and not prices["unknown"], prices
     assert prices["price_ratio"] > 0 and 1 <= prices["batch"] <= 4 and prices["prompt_tokens"] > 60
     assert "p / d at the batches that ran" in found.text()
+    (run,) = found.results["runs"]
+    assert run["cpu_s"] > 0 and "CPU s" in found.text()
     recorded = (tmp_path / "prices.json").stat().st_mtime_ns
     assert integrations.bench(tmp_path, load, at).to_dict()["prices"] == prices
     assert (tmp_path / "prices.json").stat().st_mtime_ns == recorded

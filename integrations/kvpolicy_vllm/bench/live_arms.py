@@ -143,6 +143,11 @@ class Servers:
         server.refuse_ended()
         return server.url
 
+    def cpu_s(self, arm: LiveArm) -> float | None:
+        """Seconds on processors that the arm's server took so far; None for one that was not started here."""
+        server = self._started.get(arm.command)
+        return None if arm.url or server is None else server.cpu_s
+
     def __enter__(self) -> Servers:
         return self
 

@@ -23,6 +23,8 @@ READY_S = 1800.0
 """Seconds that a server may take to load its model and answer."""
 END_S = 60.0
 """Seconds that it may take to end before it is killed."""
+SESSION, USER_TICKS, SYSTEM_TICKS = 3, 11, 12
+"""Places of fields in /proc/PID/stat, counted from the one after the name: proc(5)."""
 OWN_FLAGS = {"--host": "the bench chooses it", "--port": "the bench chooses it", "--api-key": "the bench sends no key"}
 
 
@@ -84,6 +86,11 @@ class LiveServer:
         if self._process is not None and self._process.poll() is not None:
             raise self._failure(f"ended with {self._process.returncode}")
 
+    @property
+    def cpu_s(self) -> float:
+        """Seconds on processors that its processes took so far, those that have ended left out."""
+        return session_cpu_s(self._process.pid) if self._process is not None else 0.0
+
     def _end(self) -> None:
         process = self._process
         if process is None:
@@ -105,6 +112,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
+
+
+def session_cpu_s(session: int, processes: Path = Path("/proc")) -> float:
+    """Seconds on processors, of the user and the system, of all processes of a session, by its id; 0 where the system
+    keeps no such files."""
+    ticks = 0
+    for stat in processes.glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):  # a process that ended meanwhile
+            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may hold anything
+            if int(fields[SESSION]) == session:
+                ticks += int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def refuse_own_flags(vllm_flags: Sequence[str]) -> None:

@@ -41,6 +41,7 @@ COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
         ("p99", "e2e_s.p99", ".3g"),
         ("TTFT s mean", "ttft_s.mean", ".3g"),
         ("prefix s", "prefix_s", ".3g"),
+        ("CPU s", "cpu_s", ".3g"),
         ("hit rate", "hit_rate", ".1%"),
         ("p/d of lost", "price_ratio", ".2f"),
     ),
@@ -61,7 +62,7 @@ COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
 """Heads, figures of a run, and their formats. Shown are means over rounds."""
 COMPARED: Mapping[str, Sequence[str]] = {
     "chat": ("messages_s", "ttft_s.mean", "e2e_s.mean"),
-    "analytics": ("requests_s", "e2e_s.mean"),
+    "analytics": ("requests_s", "e2e_s.mean", "cpu_s"),
     "rate": ("e2e_per_token_s.mean", "ttft_s.mean", "goodput_req_s"),
 }
 """Figures whose ratio to the first arm is shown, with an interval over rounds."""

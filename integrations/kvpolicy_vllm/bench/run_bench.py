@@ -214,13 +214,16 @@ class Driver:
         async with connected(self._servers.url(arm)) as api:
             terms = await self._terms(api, cell, round_, arm)
             await self._warm_up(api, terms)
+            before_s = self._servers.cpu_s(arm)
             if arm.switch is None:
                 figures = await self._kind.run(cell, round_, terms)
             else:
                 async with switched(arm.switch, api, terms.vocabulary[:1]) as in_force:
                     figures = await self._kind.run(cell, round_, terms) | {"in_force": in_force}
+            after_s = self._servers.cpu_s(arm)
         self._servers.url(arm)  # which raises where the server has ended: its run is no result
-        return {"cell": cell, "round": round_, "arm": arm.name} | figures
+        cpu_s = None if before_s is None or after_s is None else after_s - before_s
+        return {"cell": cell, "round": round_, "arm": arm.name, "cpu_s": cpu_s} | figures
 
     async def _terms(self, api: Api, cell: Cell, round_: int, arm: LiveArm) -> Terms:
         if self._model is None:
