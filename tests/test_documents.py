@@ -198,6 +198,7 @@ def test_a_server_and_an_engine_are_started_as_it_says(monkeypatch: pytest.Monke
     assert "python:tests.policy.ten_line_policy:Longer" in " ".join(command)
     assert arguments["scheduler_cls"] == SCHEDULER
     settings = Settings.read(arguments["kv_transfer_config"]["kv_connector_extra_config"])
+    assert settings.load_order().name == "short-prompts"
     assert isinstance(settings.load_policy(), Longer)
 
 
