@@ -233,7 +233,7 @@ def test_modules_that_are_named_exist(page: str) -> None:
     assert [name for name in sorted(named) if not any(module.endswith(f"/{name}") for module in modules)] == []
 
 
-GROUPS = {"kvpolicy.policies", "kvpolicy.families", "kvpolicy.yaml"}
+GROUPS = {"kvpolicy.policies", "kvpolicy.orders", "kvpolicy.families", "kvpolicy.yaml"}
 """Groups of entry points, and a file: no names of Python."""
 
 
