@@ -1,7 +1,7 @@
 """Orders of service on the real CPU engine, short of memory, against unmodified vLLM, in alternating runs.
 
     python benchmarks/live_orders.py --out DIR [--scenario one|two] [--policy SPEC] [--link BYTES_PER_S,LATENCY_S]
-        [--learned-only] [--starts N] [--seeds N] [--requests N] [--blocks N] [--load L]
+        [--learned-only] [--arm "ORDER, HOW"] [--starts N] [--seeds N] [--requests N] [--blocks N] [--load L]
 
 The model is that of ``live_pairs.py``, as is the cost model, which is profiled and trained once for DIR; a simulated
 link has one of its own. An engine without the plugin is started as anybody would start it. Engines are started
@@ -12,7 +12,9 @@ Scenario ``one``: requests with the lengths of deepseek-r1, scaled, and Poisson 
 which is the rate of finishes in the middle half of a run of unmodified vLLM in which the same requests are all there at
 once. Arms: it, ``mlfq:base=32`` with always-recompute, with always-swap, and with the learned policy. Scenario ``two``:
 the same lengths as batch work that is there from the beginning, and urgent requests, short, six at a time. Arms: vLLM's
-priority scheduling, and ``urgent`` with each of the three.
+priority scheduling, and ``urgent`` with each of the three. ``--arm`` adds others, each with an engine of its own: an
+order with ``learned``, ``always-swap`` or ``always-recompute``, or unmodified vLLM with its own watermark, as in
+``--arm "fcfs, always-swap" --arm "gittins:quantum=16, learned" --arm "priority, watermark 0.05"``. They have no bars.
 
 Printed are p / d at the batch that ran, from a recorded run under the order, and ratios over unmodified vLLM. All
 tokens have to be the same, but for ties. Writes ``live_orders.json`` into DIR. Exits 1 where a bar is missed, tokens
@@ -34,8 +36,11 @@ from statistics import fmean
 from live_pairs import EXTENT, MIN_PRICE_RATIO
 from matrix_bars import MET, Verdict
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation.log_headroom import log_headroom
+from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.order import load_order
 from kvpolicy.settings import Measurement
 from kvpolicy.stats import Ratio, geometric_means, student_ratio
 from kvpolicy.study.report import aligned
@@ -58,6 +63,9 @@ from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
 from kvpolicy_vllm.bench.run_profile import profile
 
 LEARNED, RECOMPUTE, SWAP = "learned", "always-recompute", "always-swap"
+HOWS = (LEARNED, SWAP, RECOMPUTE)
+VLLMS_OWN = ("fcfs", "priority")
+"""Orders that unmodified vLLM serves by."""
 ORDERS: Mapping[str, tuple[str, str]] = {ONE_CLASS: ("fcfs", "mlfq:base=32"), TWO_CLASSES: ("priority", "urgent")}
 """Unmodified vLLM's scheduling policy, and the order that is judged."""
 WARM_UP_REQUESTS = 16
@@ -68,6 +76,44 @@ BARS: Mapping[str, Sequence[tuple[str, float, bool]]] = {
     "two": (("urgent TTFT p99", 1 / 1.8, True), ("batch tok/s", 0.97, False)),
 }
 """Figure of the learned policy over unmodified vLLM, its limit, and whether it is the most or the least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """An arm of ``--arm``."""
+
+    text: str
+    """``ORDER, HOW``, which names it in tables."""
+    order: str
+    how: str
+    """One of :data:`HOWS`; empty for unmodified vLLM with a watermark."""
+    watermark: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Extra:
+        """Raises WrongValue for an order or a way that there is not."""
+        order, _, how = text.rpartition(", ")
+        word, _, share = how.partition(" ")
+        if word != "watermark":
+            if not order or how not in HOWS:
+                raise _wrong_arm(text)
+            load_order(order)
+            return cls(text, order, how)
+        try:
+            watermark = float(share)
+        except ValueError:
+            watermark = 0.0
+        if order not in VLLMS_OWN or not 0 < watermark < 1:
+            raise _wrong_arm(text)
+        return cls(text, order, "", watermark)
+
+
+def _wrong_arm(text: str) -> WrongValue:
+    return WrongValue(
+        "arm",
+        f"is {text!r}, should be 'ORDER, HOW', HOW being {', '.join(HOWS)}, or 'fcfs, watermark SHARE' or "
+        "'priority, watermark SHARE' with a share of the blocks between 0 and 1",
+    )
 
 
 @dataclass(slots=True)
@@ -99,6 +145,11 @@ class Found:
         """The fixed policies that were served."""
         served = {name for _, name, _ in self.runs}
         return [name for name in (RECOMPUTE, SWAP) if name in served]
+
+    @property
+    def extra(self) -> list[str]:
+        """The arms of ``--arm``, by their texts."""
+        return [name for name in dict.fromkeys(name for _, name, _ in self.runs) if name not in (STOCK, *HOWS)]
 
     def verdicts(self) -> list[Verdict]:
         where = f"scenario {self.scenario}"
@@ -148,9 +199,15 @@ class Bench:
             train([trace], model, force=True, seed=0)
         return f"cheapest:{model}"
 
-    def arm(self, name: str, order: str, policy: str | None, trace: Path | None = None) -> Arm:
+    def arm(self, name: str, order: str, policy: str | None, trace: Path | None = None, watermark: float = 0.0) -> Arm:
         extra = () if trace is None else (("trace", trace),)
-        return Arm(name, policy, self._link if policy else None, HOST_GIB, order=order, extra=extra)
+        link = self._link if policy else None
+        return Arm(name, policy, link, HOST_GIB, order=order, extra=extra, own_engine=not policy, watermark=watermark)
+
+    def extra_arms(self) -> list[Arm]:
+        """Those of ``--arm``."""
+        ways = {LEARNED: self.policy, SWAP: SWAP, RECOMPUTE: RECOMPUTE, "": None}
+        return [self.arm(one.text, one.order, ways[one.how], watermark=one.watermark) for one in self._options.extra]
 
     def workload(self, scenario: str, seed: int, rate_per_s: float) -> Workload:
         batch = at_once(self._options.requests, seed)
@@ -192,7 +249,8 @@ class Bench:
         with Arms(self._settings, self._out / "logs") as arms:
             fixed = {} if self._options.learned_only else {RECOMPUTE: RECOMPUTE, SWAP: SWAP}
             hows = {LEARNED: self.policy, **fixed}
-            arms.start(self.arm(STOCK, stock_order, None), *(self.arm(n, order, how) for n, how in hows.items()))
+            judged = (self.arm(name, order, how) for name, how in hows.items())
+            arms.start(self.arm(STOCK, stock_order, None), *judged, *self.extra_arms())
             for name in arms.names:
                 arms.serve(name, at_once(WARM_UP_REQUESTS, 20_000), -1)
             for seed in range(self._options.seeds):
@@ -207,7 +265,9 @@ class Bench:
 def table(found: Found) -> list[str]:
     figures = FIGURES[found.scenario]
     cells = [["over unmodified vLLM", *figures, "preempted", "swapped", "recomputed", "moved MB"]]
-    for name in (STOCK, *found.fixed, LEARNED):
+    names = {STOCK: "unmodified vLLM, means"}
+    names |= {name: f"{ORDERS[found.scenario][1]}, {name}" for name in (*found.fixed, LEARNED)}
+    for name, shown_name in (names | {name: name for name in found.extra}).items():
         runs = [run for _, other, run in found.runs if other == name]
         shown = [
             f"{fmean(map(take, runs)):.3g}" if name == STOCK else found.ratio(figure, name).text()
@@ -215,7 +275,7 @@ def table(found: Found) -> list[str]:
         ]
         cells.append(
             [
-                "unmodified vLLM, means" if name == STOCK else f"{ORDERS[found.scenario][1]}, {name}",
+                shown_name,
                 *shown,
                 f"{fmean(sum(run.preemptions.values()) for run in runs):.0f}",
                 f"{fmean(run.preemptions['swap'] for run in runs):.0f}",
@@ -249,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "tokens": found.comparison.tokens,
             "ratios": {
                 f"{name}: {figure}": found.ratio(figure, name).to_dict()
-                for name in (*found.fixed, LEARNED)
+                for name in (*found.fixed, LEARNED, *found.extra)
                 for figure in FIGURES[scenario]
             },
             "learned over": {
@@ -270,6 +330,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", help="such as cheapest:FOLDER; without it a cost model is trained in DIR")
     parser.add_argument("--link", dest="link_text", help="simulated link, as BYTES_PER_S,LATENCY_S")
     parser.add_argument("--learned-only", action="store_true", help="leave the fixed policies out")
+    parser.add_argument("--arm", action="append", default=[], help="'ORDER, HOW': another arm")
     parser.add_argument("--starts", type=int, default=5, help="of all engines")
     parser.add_argument("--seeds", type=int, default=3, help="workloads of every start")
     parser.add_argument("--requests", type=int, default=160, help="of each workload, urgent ones apart")
@@ -283,6 +344,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("load", "urgent_rate"):
         if not 0 < getattr(options, name) < float("inf"):
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}: should be above 0")
+    try:
+        options.extra = [Extra.parse(text) for text in dict.fromkeys(options.arm)]
+    except KVPolicyError as error:
+        parser.error(f"--{error}")
     options.link = None if options.link_text is None else SimulatedLink.parse(options.link_text)
     return options
 

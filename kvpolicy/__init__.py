@@ -18,6 +18,7 @@ _HOMES = {
     "Outcome": "kvpolicy.events",
     "Trace": "kvpolicy.trace",
     "Policy": "kvpolicy.policy",
+    "Order": "kvpolicy.order",
     "CostModel": "kvpolicy.cost",
     "Request": "kvpolicy.workload",
     "Workload": "kvpolicy.workload",
@@ -25,13 +26,17 @@ _HOMES = {
     "Server": "kvpolicy.simulator",
     "KVPolicyError": "kvpolicy.errors",
     "load_policy": "kvpolicy.policy",
+    "load_order": "kvpolicy.order",
     "load_cost_model": "kvpolicy.cost",
     "read_trace": "kvpolicy.trace:read",
     "open_workload": "kvpolicy.workload",
-    # What one's own policies and families extend, and what they are given.
+    # What one's own policies, orders and families extend, and what they are given.
     "PricedPolicy": "kvpolicy.policy",
     "LearningPolicy": "kvpolicy.policy",
     "Feedback": "kvpolicy.policy",
+    "Progress": "kvpolicy.order",
+    "Rank": "kvpolicy.order",
+    "View": "kvpolicy.order",
     "Family": "kvpolicy.training.family",
     # Arguments of the steps that are more than one value.
     "FittedModel": "kvpolicy.cost",

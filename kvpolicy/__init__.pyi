@@ -21,6 +21,11 @@ from kvpolicy.integrations import check as check
 from kvpolicy.integrations import demo as demo
 from kvpolicy.integrations import profile as profile
 from kvpolicy.integrations import serve as serve
+from kvpolicy.order import Order as Order
+from kvpolicy.order import Progress as Progress
+from kvpolicy.order import Rank as Rank
+from kvpolicy.order import View as View
+from kvpolicy.order import load_order as load_order
 from kvpolicy.policy import Feedback as Feedback
 from kvpolicy.policy import LearningPolicy as LearningPolicy
 from kvpolicy.policy import Objective as Objective
@@ -75,11 +80,14 @@ __all__ = [
     "Objective",
     "OffPolicyReport",
     "Option",
+    "Order",
     "Outcome",
     "Policy",
     "Preemption",
     "PricedPolicy",
+    "Progress",
     "Question",
+    "Rank",
     "Request",
     "Run",
     "Server",
@@ -89,6 +97,7 @@ __all__ = [
     "SweepReport",
     "Trace",
     "TrainReport",
+    "View",
     "Workload",
     "__version__",
     "calibrate",
@@ -99,6 +108,7 @@ __all__ = [
     "explain",
     "import_profile",
     "load_cost_model",
+    "load_order",
     "load_policy",
     "offline_demo",
     "open_workload",

@@ -8,7 +8,7 @@ loads names from a file, or for a server, accepts them only where that is explic
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from operator import attrgetter
@@ -62,6 +62,36 @@ def from_module(name: str, wanted: Wanted, what: str, allowed: bool) -> Any:
 
     Raises :class:`NotAllowed` unless ``allowed``, :class:`ExtensionError` naming the part that is wrong.
     """
+    target, options = _target(name, wanted, what, allowed)
+    return _built(name, target, options, wanted, what)
+
+
+def function_from_module(name: str, what: str, arguments: Sequence[str], allowed: bool) -> Callable[..., Any]:
+    """Load the function, or other callable object, that a module path names. A class, or a function that takes nothing,
+    is called to make one.
+
+    ``arguments``: names of what it is called with, for errors. Raises as :func:`from_module`.
+    """
+    target, options = _target(name, None, what, allowed)
+    if options or isinstance(target, type) or (callable(target) and _takes(target, ())):
+        target = _called(name, target, options, what)
+    if not callable(target) or not _takes(target, arguments):
+        raise _wrong(name, what, f"{_name_of(target)} should be called with {' and '.join(arguments)}")
+    return target
+
+
+def _takes(function: Callable[..., object], arguments: Sequence[str]) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some functions that are not written in Python have no signature
+        return bool(arguments)
+    return True
+
+
+def _target(name: str, wanted: Wanted | None, what: str, allowed: bool) -> tuple[object, dict[str, str]]:
+    """What a module path names, and the options that follow it. ``wanted``: to list what else the module has."""
     if not allowed:
         raise NotAllowed(
             f"{what} {name!r} names a module to run: modules are run only if named in Python or on the command line, "
@@ -73,10 +103,10 @@ def from_module(name: str, wanted: Wanted, what: str, allowed: bool) -> Any:
         raise _wrong(name, what, "should be a module and something in it")
     module = _imported(name, module_name, what)
     try:
-        target = attrgetter(attribute)(module)
+        return attrgetter(attribute)(module), options
     except AttributeError as error:
-        raise _wrong(name, what, f"module {module_name!r} has no {attribute!r}{_offered(module, wanted)}") from error
-    return _built(name, target, options, wanted, what)
+        offered = "" if wanted is None else _offered(module, wanted)
+        raise _wrong(name, what, f"module {module_name!r} has no {attribute!r}{offered}") from error
 
 
 def registered(group: str) -> tuple[str, ...]:
@@ -131,19 +161,25 @@ def _built(name: str, target: object, options: dict[str, str], wanted: Wanted, w
     if inspect.isabstract(target):
         missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
         raise _wrong(name, what, f"{_name_of(target)} lacks what every {wanted.__name__} has: {missing}")
-    _refuse_arguments(name, target, options, what)
-    try:
-        instance = target(**options)
-    except KVPolicyError:
-        raise
-    except Exception as error:
-        error.add_note(_loading_note(name, what))
-        raise
+    instance = _called(name, target, options, what)
     if not isinstance(instance, wanted):
         raise _wrong(
             name, what, f"{_name_of(target)} makes a {type(instance).__name__}, should make a {wanted.__name__}"
         )
     return instance
+
+
+def _called(name: str, factory: object, options: dict[str, str], what: str) -> Any:
+    if not callable(factory):
+        raise _wrong(name, what, f"it is {factory!r}, which cannot be called")
+    _refuse_arguments(name, factory, options, what)
+    try:
+        return factory(**options)
+    except KVPolicyError:
+        raise
+    except Exception as error:
+        error.add_note(_loading_note(name, what))
+        raise
 
 
 def _refuse_arguments(name: str, factory: Callable[..., object], options: dict[str, str], what: str) -> None:

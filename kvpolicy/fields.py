@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from math import inf
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvpolicy.errors import InputError
@@ -135,7 +135,9 @@ def is_optional(hint: Any) -> bool:
 
 
 def kind_of(hint: Any) -> Any:
-    """The type of a field, without None where it is optional."""
+    """The type of a field, without None where it is optional; a text where it may be an object in its place."""
+    if isinstance(hint, UnionType) and str in get_args(hint):
+        return str
     return (
         next(alternative for alternative in get_args(hint) if alternative is not NoneType)
         if is_optional(hint)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvpolicy.caching import KINDS
 from kvpolicy.caching import spec as caching
@@ -27,7 +28,9 @@ from kvpolicy.fields import (
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.latency import SLO_FORM, Slo
 from kvpolicy.order import HELP as ORDERS
+from kvpolicy.order import Order
 from kvpolicy.order import spec as orders
+from kvpolicy.order.by_class import unlisted_classes
 from kvpolicy.policy import HELP, Policy
 from kvpolicy.request_marks import HELP as CLASSES
 from kvpolicy.request_marks import HINT_HELP, Classes, HintLimits
@@ -113,7 +116,8 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
-        _refuse_object(self.policy)
+        _refuse_object("policy", self.policy, Policy)
+        _refuse_object("order", self.order, Order)
         validate(self)
         for name, value in (("policy", self.policy), ("order", self.order), ("cache", self.cache)):
             if names_module(value.replace("/", ":") if name == "order" else value) and not self.allow_python_policies:
@@ -131,18 +135,24 @@ class ServerSettings:
             )
         caching.load(self.cache, 1, allow_python=self.allow_python_policies)
 
+    def warnings(self) -> list[str]:
+        """What a server with these settings would do in vain."""
+        order = orders.load(self.order, self.allow_python_policies)
+        return unlisted_classes(order, () if self.classes is None else self.classes.names)
 
-def _refuse_object(policy: object) -> None:
-    """Raise WrongValue for a policy object, or its class, with the module path that is to be given in its place."""
-    policy_class = policy if isinstance(policy, type) else type(policy)
-    if not issubclass(policy_class, Policy):
+
+def _refuse_object(field: str, value: object, base: type[Any]) -> None:
+    """Raise WrongValue for an object of the class ``base``, or its class, with the module path that is to be given in
+    its place."""
+    own_class = value if isinstance(value, type) else type(value)
+    if not issubclass(own_class, base):
         return
-    path = f"{PREFIX}{policy_class.__module__}:{policy_class.__qualname__}"
-    if policy_class.__module__ == "__main__" or "<" in path:
+    path = f"{PREFIX}{own_class.__module__}:{own_class.__qualname__}"
+    if own_class.__module__ == "__main__" or "<" in path:
         path = f"{FORM} (of a module that can be imported)"
     raise WrongValue(
-        "policy",
-        f"is an object of the class {policy_class.__name__}: a server is another process and takes a name, here "
+        field,
+        f"is an object of the class {own_class.__name__}: a server is another process and takes a name, here "
         f"{path} with allow_python_policies=True; only an engine made in Python takes the object",
     )
 

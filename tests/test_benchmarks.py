@@ -628,16 +628,20 @@ from kvpolicy.workload import Request
 def served(gap_s, ttft_s):
     requests = (Request(0.0, 8, 41, class_name="batch"), Request(1.0, 8, 1, priority=-1, class_name="urgent"))
     times = (1.0, ttft_s), ((gap_s,) * 40, ())
-    return Run("arm", 0, 50.0, *times, ((1,) * 41, (1,)), (), {}, 0, 0, 1.0, (0.0, 1.0), requests)
+    return Run("arm", 0, 50.0, *times, ((1,) * 41, (1,)), (), {"swap": 0}, 0, 0, 1.0, (0.0, 1.0), requests)
 found = Found("two", 0.5, "", 1.0, 1.0, 100)
 for start in (0, 1):
     found.runs += [(start, STOCK, served(1.0, 4.0)), (start, LEARNED, served(0.5, 1.0 + start / 9))]
-    found.runs += [(start, name, served(0.5, 0.5)) for name in ("always-recompute", "always-swap")]
+    found.runs += [(start, name, served(0.5, 0.5)) for name in ("always-recompute", "always-swap", "fcfs, always-swap")]
+from live_orders import table
+print(found.extra, [line.split("  ")[0] for line in table(found)[:-1]])
 print(FIGURES["two"]["batch tok/s"](found.runs[0][2]), found.ratio("batch tok/s", LEARNED).value)
 print(round(found.ratio("urgent TTFT p99", LEARNED).value, 3), [worse for _, _, worse in found.over_fixed()])
 """
     pytest.importorskip("torch")
-    assert in_benchmarks(code).splitlines() == ["1.0 2.0", "0.264 [True, False, True, False]"]
+    rows = ["over unmodified vLLM", "unmodified vLLM, means", "urgent, always-recompute", "urgent, always-swap"]
+    arms = f"['fcfs, always-swap'] {[*rows, 'urgent, learned', 'fcfs, always-swap']}"
+    assert in_benchmarks(code).splitlines() == [arms, "1.0 2.0", "0.264 [True, False, True, False]"]
 
 
 @pytest.mark.parametrize(
@@ -698,6 +702,35 @@ def test_a_live_scenario_tells_its_own_arrivals(monkeypatch: pytest.MonkeyPatch)
     bench._options = live._arguments(["--out", "x", "--urgent-rate", "3"])
     assert bench.arrivals("one", 1.5) == "arrivals at 1.5 of it"
     assert bench.arrivals("two", 1.5) == "all there at once, urgent ones 3.00/s, 6 at a time"
+
+
+def test_a_live_scenario_serves_the_arms_that_are_added(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unmodified vLLM has no plugin, with a watermark or without, and shares no engine with an arm that has it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    live = import_module("live_orders")
+    texts = ["fcfs, always-swap", "fcfs, watermark 0.05", "priority, watermark 0.1", "mlfq:base=8,promote=9, learned"]
+    bench = live.Bench.__new__(live.Bench)
+    bench._options = live._arguments(["--out", str(tmp_path), *(part for text in texts for part in ("--arm", text))])
+    bench._link, bench.policy = None, "cheapest:mine"
+    stock, *arms = bench.arm(live.STOCK, "fcfs", None), *bench.extra_arms()
+    assert [arm.name for arm in arms] == texts
+    assert [arm.policy for arm in arms] == ["always-swap", None, None, "cheapest:mine"]
+    assert len({arm.engine for arm in (stock, *arms)}) == 5
+    assert stock.arguments() == {}
+    assert [arm.arguments() for arm in arms[1:3]] == [
+        {"watermark": 0.05},
+        {"watermark": 0.1, "scheduling_policy": "priority"},
+    ]
+    assert arms[3].order == "mlfq:base=8,promote=9"
+    for wrong in ("fcfs", "fcfs, swap", "mlfq, watermark 0.1", "fcfs, watermark 2", "gitins, learned"):
+        with pytest.raises(SystemExit):
+            live._arguments(["--out", str(tmp_path), "--arm", wrong])
+        named = (
+            "'gitins' is no order (did you mean gittins?)" if "gitins" in wrong else f"--arm is '{wrong}', should be"
+        )
+        assert named in capsys.readouterr().err
 
 
 def test_caching_policies_compares_them_on_prompts_that_share_prefixes(tmp_path: Path) -> None:

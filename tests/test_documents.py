@@ -198,6 +198,7 @@ def test_a_server_and_an_engine_are_started_as_it_says(monkeypatch: pytest.Monke
     assert "python:tests.policy.ten_line_policy:Longer" in " ".join(command)
     assert arguments["scheduler_cls"] == SCHEDULER
     settings = Settings.read(arguments["kv_transfer_config"]["kv_connector_extra_config"])
+    assert settings.load_order().name == "short-prompts"
     assert isinstance(settings.load_policy(), Longer)
 
 
@@ -232,7 +233,7 @@ def test_modules_that_are_named_exist(page: str) -> None:
     assert [name for name in sorted(named) if not any(module.endswith(f"/{name}") for module in modules)] == []
 
 
-GROUPS = {"kvpolicy.policies", "kvpolicy.families", "kvpolicy.yaml"}
+GROUPS = {"kvpolicy.policies", "kvpolicy.orders", "kvpolicy.families", "kvpolicy.yaml"}
 """Groups of entry points, and a file: no names of Python."""
 
 

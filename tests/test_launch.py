@@ -17,11 +17,13 @@ from kvpolicy import KVPolicyError, integrations
 from kvpolicy.cli import main
 from kvpolicy.extensions import NotAllowed
 from kvpolicy.fields import WrongValue
+from kvpolicy.order import load_order
 from kvpolicy.request_marks import Classes, ClassLimits
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.plugin import settings as plugin_settings
 from kvpolicy_vllm.plugin.settings import Settings
+from tests.order.own_victims import SpareChats
 from tests.policy.ten_line_policy import Longer
 
 
@@ -348,6 +350,34 @@ def test_an_object_is_a_policy_of_the_plugin_without_a_switch() -> None:
         Settings.read({"policy": 7})
 
 
+def test_an_object_is_an_order_of_the_plugin_without_a_switch() -> None:
+    order = SpareChats()
+    values = Settings.read({"policy": Longer(), "order": order})
+    assert values.load_order() is order and values.load_policy().name == "longer"
+    assert values.load_order("urgent").name == "urgent"
+    with pytest.raises(NotAllowed, match="names a module to run"):
+        values.load_order("python:tests.order.own_victims:SpareChats")
+    assert Settings.read({"policy": "always-swap", "order": "mlfq"}).load_order() == load_order("mlfq")
+    for wrong in (7, SpareChats):
+        with pytest.raises(ValueError, match="kv_connector_extra_config: order is"):
+            Settings.read({"policy": "always-swap", "order": wrong})
+
+
+UNLISTED = "kvpolicy: warning: order classes:chat+batch ranks by the class batch, which --classes does not list"
+
+
+@pytest.mark.parametrize("command", [["config"], ["serve", "some/llm", "--dry-run"], ["check", "some/llm"]])
+def test_classes_of_the_order_that_nobody_is_granted_are_warned_of(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvpolicy, "check", lambda *asked: None)
+    flags = ["--policy", "always-swap", "--order", "classes:chat+batch"]
+    assert run(*command, *flags, "--classes", "chat") == 0
+    assert capsys.readouterr().err.startswith(UNLISTED)
+    assert run(*command, *flags, "--classes", "chat+batch") == 0
+    assert capsys.readouterr().err == ""
+
+
 class TestFromPython:
     """`kvpolicy.serve` starts what `kvpolicy serve` becomes."""
 
@@ -384,6 +414,12 @@ class TestFromPython:
             with pytest.raises(WrongValue, match=told):
                 call()
         assert not started
+
+    @pytest.mark.parametrize("order", [SpareChats(), SpareChats])
+    def test_an_order_that_is_an_object_is_refused_with_the_name_to_give(self, order: Any) -> None:
+        path = "python:tests.order.own_victims:SpareChats with allow_python_policies=True"
+        with pytest.raises(WrongValue, match=rf"^order is an object of the class SpareChats: .* {path}"):
+            ServerSettings("always-swap", order=order)
 
     def test_one_that_no_module_has_is_told_to_be_put_into_one(self, started: list[list[str]]) -> None:
         class Here(Longer):

@@ -17,10 +17,11 @@ from kvpolicy.lazy_names import lazy_names
 ROOT = Path(__file__).resolve().parent.parent
 
 NOUNS = (
-    "Preemption", "Option", "Cost", "Decision", "Outcome", "Trace", "Policy", "CostModel", "Request", "Workload",
-    "HardwareModel", "Server", "KVPolicyError", "load_policy", "load_cost_model", "read_trace", "open_workload",
+    "Preemption", "Option", "Cost", "Decision", "Outcome", "Trace", "Policy", "Order", "CostModel", "Request",
+    "Workload", "HardwareModel", "Server", "KVPolicyError", "load_policy", "load_order", "load_cost_model",
+    "read_trace", "open_workload",
 )  # fmt: skip
-OF_ONES_OWN = ("PricedPolicy", "LearningPolicy", "Feedback", "Family")
+OF_ONES_OWN = ("PricedPolicy", "LearningPolicy", "Feedback", "Progress", "Rank", "View", "Family")
 ARGUMENTS = (
     "FittedModel", "Objective", "Estimation", "Serving", "Run", "Criterion", "Question", "Measurement",
     "ServerSettings",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -139,6 +139,7 @@ def check(
 ) -> Any:
     """Say, without reading weights, whether vLLM takes these flags and the plugin serves the model with them, and why
     not. Flags that are not kvpolicy's are vLLM's."""
+    _warn(settings.warnings())
     return kvpolicy.check(llm, settings, context.args)
 
 
@@ -155,14 +156,20 @@ def serve(
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's are passed to vLLM unchanged."""
     command = integrations.serve_command(llm, settings, context.args)
+    _warn(settings.warnings())
     if dry_run:
         typer.echo(integrations.launcher().shell_line(command))
         return
     if not no_check and (unknown := integrations.refuse_unserved(llm, settings, context.args)):
-        typer.echo(f"kvpolicy: warning: {' '.join(unknown.split())}", err=True)
+        _warn([unknown])
     sys.stdout.flush()
     # The server replaces this process, so that it receives signals.
     os.execvp(command[0], command)
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        typer.echo(f"kvpolicy: warning: {' '.join(warning.split())}", err=True)
 
 
 def config(
@@ -179,6 +186,7 @@ def config(
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
     launch = integrations.launcher()
     extra = launch.options(settings)
+    _warn(settings.warnings())
     if into is None:
         typer.echo(launch.config_yaml(extra), nl=False)
         return

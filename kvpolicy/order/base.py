@@ -25,6 +25,7 @@ from math import copysign, floor, inf, isinf, log
 from typing import Any, NamedTuple
 
 from kvpolicy.code_digest import digest_of, is_from_library, label_of
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.request_marks import DEFAULT_CLASS, NO_HINTS, Hints
 
 MAX_SHOWN = 32
@@ -64,6 +65,13 @@ class Progress:
     """What it says of its KV: for how long its window will be of use, and whether it ends a session."""
 
 
+class OrderError(KVPolicyError):
+    """An answer of an order that is not what its method should give; the message names both."""
+
+    def __init__(self, order: Order, method: str, answer: object, should: str) -> None:
+        super().__init__(f"order {order.label}: {method} gave {answer!r}, should be {should}")
+
+
 class Rank(NamedTuple):
     """A rank, and how long it holds."""
 
@@ -73,6 +81,32 @@ class Rank(NamedTuple):
     """Output tokens at which it may change."""
     until_s: float = inf
     """Time at which it may change."""
+
+
+def checked_rank(order: Order, rank: object) -> Rank:
+    """The rank itself. Raises OrderError for anything else, and for one that cannot be compared: NaN has no order."""
+    if not isinstance(rank, Rank) or not _is_comparable(rank):
+        raise OrderError(order, "rank", rank, "a kvpolicy.order.Rank of a tuple of numbers, without NaN")
+    return rank
+
+
+def _is_comparable(rank: Rank) -> bool:
+    value, until_tokens, until_s = rank
+    try:
+        return isinstance(value, tuple) and all(-inf <= one <= inf for one in (*value, until_tokens, until_s))
+    except TypeError:
+        return False
+
+
+def among(order: Order, method: str, running: Sequence[Progress], chosen: object) -> list[Progress]:
+    """Those chosen, each once. Raises OrderError for anything else than some of the ``running`` requests."""
+    if chosen == ():
+        return []
+    by_number = {other.number: other for other in running}
+    try:
+        return [by_number[number] for number in dict.fromkeys(one.number for one in chosen)]  # type: ignore[attr-defined]
+    except (TypeError, AttributeError, KeyError) as error:
+        raise OrderError(order, method, chosen, "a list of running requests that it was shown") from error
 
 
 def levels(value: tuple[float, ...], ratio: float) -> tuple[float, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
 from kvpolicy.order.base import Order, Progress, Rank, View
 from kvpolicy.order.rules import Layered
 from kvpolicy.order.wrapper import Wrapper
+from kvpolicy.request_marks import DEFAULT_CLASS
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +33,17 @@ class ByClass(Order):
 
     def rank_group(self, request: Progress) -> Hashable:
         return request.class_name
+
+
+def unlisted_classes(order: Order, classes: Iterable[str]) -> list[str]:
+    """Words for a warning about each class by which the order ranks and that is not among ``classes``, those that a
+    server grants: no request is of it. The default class is granted everywhere."""
+    granted = {*classes, DEFAULT_CLASS}
+    return [
+        f"order {order.name} ranks by the class {name}, which --classes does not list: no request is of it"
+        for name in ranked_classes(order)
+        if name not in granted
+    ]
 
 
 def ranked_classes(order: Order) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from math import inf, isnan
 from typing import Any, TypeVar
 
-from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, group_of, levels
+from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, among, group_of, levels
 from kvpolicy.order.ranks import FIRST
 
 Answer = TypeVar("Answer")
@@ -67,7 +67,8 @@ class Guarded(Order):
         return self._guarded("displaces", False, lambda: bool(self.base.displaces(waiting, running, view)))
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        return self._guarded("victims", (), lambda: _among(running, self.base.victims(waiting, running, view)))
+        ask = self.base.victims
+        return self._guarded("victims", (), lambda: among(self.base, "victims", running, ask(waiting, running, view)))
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
         return self._guarded("worth", False, lambda: bool(self.base.worth(waiting, victims, view)))
@@ -76,7 +77,7 @@ class Guarded(Order):
         return self._guarded("admits", True, lambda: bool(self.base.admits(waiting, free_after_blocks, view)))
 
     def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        return self._guarded("hold", (), lambda: _among(running, self.base.hold(running, view)))
+        return self._guarded("hold", (), lambda: among(self.base, "hold", running, self.base.hold(running, view)))
 
     def initial_state(self) -> Any:
         return self._guarded("initial_state", None, self.base.initial_state)
@@ -99,12 +100,6 @@ class Guarded(Order):
         except Exception:  # noqa: BLE001
             self._complain(method)
             return otherwise
-
-
-def _among(running: Sequence[Progress], chosen: Sequence[Progress]) -> Sequence[Progress]:
-    """Those chosen, each once. Any other request than a running one raises."""
-    by_number = {other.number: other for other in running}
-    return [by_number[number] for number in dict.fromkeys(one.number for one in chosen)]
 
 
 def _comparable(value: Sequence[float], until_tokens: float, until_s: float) -> Rank:

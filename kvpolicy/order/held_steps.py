@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvpolicy.order.base import Order, Progress, View
+from kvpolicy.order.base import Order, OrderError, Progress, View
 
 
 class Holding:
@@ -26,7 +26,11 @@ class Holding:
             self._steps = {}
             return set()
         steps, most = self._steps, self._order.max_held_steps
-        chosen = {one.number for one in self._order.hold(running, view)}.difference(exempt)
+        named = self._order.hold(running, view)
+        try:
+            chosen = {one.number for one in named}.difference(exempt)
+        except (TypeError, AttributeError) as error:
+            raise OrderError(self._order, "hold", named, "a list of running requests") from error
         held = {one.number for one in running if one.number in chosen and steps.get(one.number, 0) < most}
         if len(held) == len(running):
             held.remove(running[0].number)

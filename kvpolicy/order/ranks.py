@@ -9,7 +9,7 @@ from itertools import count
 from math import ceil, inf, nan
 from typing import Any, Generic, TypeVar
 
-from kvpolicy.order.base import Order, Progress, Rank, View, group_of, levels
+from kvpolicy.order.base import Order, Progress, Rank, View, checked_rank, group_of, levels
 
 R = TypeVar("R", bound=Hashable)
 Key = tuple[tuple[float, ...], float, int]
@@ -229,9 +229,8 @@ class Ranks(Generic[R]):
         known = self._shared.get(shared)
         if known is not None:
             return known
-        rank = self.order.rank(self._look(request, self._keys[request][0], entry.admitted_at_tokens), view)
-        if not isinstance(rank, Rank):
-            raise TypeError(f"{self.order.label}: rank gave {rank!r}, should be a kvpolicy.order.Rank")
+        progress = self._look(request, self._keys[request][0], entry.admitted_at_tokens)
+        rank = checked_rank(self.order, self.order.rank(progress, view))
         if self.order.rank_ratio > 1.0:
             rank = rank._replace(value=levels(rank.value, self.order.rank_ratio))
         # One without an end is not asked for again. The rank that a request keeps after an error is such a one.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Protocol
 
-from kvpolicy.order.base import Order, Progress, View
+from kvpolicy.order.base import Order, Progress, View, among
 from kvpolicy.order.candidates import Choice, Wants, choice_of
 
 MAX_HEADS = 64
@@ -210,7 +210,7 @@ def _search(waiting: Progress, wants: Wants, left: _Left, order: Order, engine: 
     if found.fits:
         return found
     found.candidates = left.candidates(waiting)
-    found.preferred = order.victims(waiting, found.candidates, view)
+    found.preferred = among(order, "victims", found.candidates, order.victims(waiting, found.candidates, view))
     for victim in found.preferred:
         found.victims.append(victim)
         found.free_blocks += engine.freed_blocks(victim, waiting)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, exp2, floor, inf, log2
+from math import ceil, exp2, floor, inf, log2, nan
+from numbers import Real
 from typing import Any
 
-from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, group_of, levels
+from kvpolicy.order.base import MAX_SHOWN, Order, OrderError, Progress, Rank, View, group_of, levels
 from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.ranks import FIRST
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
@@ -134,7 +135,7 @@ class Las(Order):
 
 
 Predictor = Callable[[Progress, Any], float]
-"""Expected tokens still to come, from a request and the order's state."""
+"""Expected tokens still to come, from a request and the order's state, the lengths seen so far; below 1 counts as 1."""
 
 
 def by_lengths(request: Progress, state: GroupedLengths) -> float:
@@ -167,8 +168,7 @@ class Srpt(Order):
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
-        level = level_of(self.predictor(request, view.state))
-        return Rank((level,), _next_bound(request.output_tokens))
+        return Rank((level_of(self._left(request, view)),), _next_bound(request.output_tokens))
 
     def rank_group(self, request: Progress) -> Hashable:
         if self.predictor is by_limit:
@@ -179,7 +179,15 @@ class Srpt(Order):
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         got = running.output_tokens
-        return got < self.bound * (got + self.predictor(running, view.state))
+        return got < self.bound * (got + self._left(running, view))
+
+    def _left(self, request: Progress, view: View) -> float:
+        """The predicted tokens still to come. Raises OrderError for a prediction that is no finite number."""
+        tokens: object = self.predictor(request, view.state)
+        left = float(tokens) if isinstance(tokens, Real) else nan
+        if not -inf < left < inf:
+            raise OrderError(self, "the predictor", tokens, "a finite number of tokens")
+        return left
 
     def initial_state(self) -> GroupedLengths:
         return GroupedLengths()

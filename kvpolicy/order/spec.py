@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from kvpolicy import extensions
+from kvpolicy.code_digest import LABEL_DIGITS, digest_of
 from kvpolicy.fields import WrongValue, like, refuse_other
 from kvpolicy.order import rules
 from kvpolicy.order.base import Order
@@ -31,7 +32,8 @@ FORMS: Mapping[str, str] = {
     "reserve:SHARE": "by priority; that share of memory is kept free of requests above priority 0",
     "mlfq": "multi-level feedback: who has got few tokens goes first, by levels that double",
     "las": "least attained service: who has got the fewest tokens goes first",
-    "srpt:PREDICTOR": "shortest remaining time; PREDICTOR is lengths (those seen so far) or limit (max_tokens)",
+    "srpt:PREDICTOR": "shortest remaining time; PREDICTOR is lengths (those seen so far), limit (max_tokens), or "
+    f"{extensions.FORM}, a function of your own",
     "gittins": "by the Gittins index of the lengths seen so far per unit of KV memory",
     "deadline": "least slack to what a reader expects: ttft and tpot in seconds",
     "classes:A+B": "by class, in the order listed, and an earlier class displaces later ones; those not listed go last",
@@ -77,12 +79,18 @@ class Kind:
 
 @dataclass(frozen=True)
 class Spec:
-    """A text that names an order, for errors."""
+    """A text that names an order, for errors, and whether it may name a module."""
 
     text: str
+    allow_python: bool = False
 
     def refusal(self, problem: str) -> WrongValue:
         return WrongValue("order", f"{self.text!r} {problem}; the orders are {', '.join(FORMS)}; {OPTIONS_HELP}")
+
+    def option_refusal(self, part: str, problem: str, known: Sequence[str]) -> WrongValue:
+        """``known``: the options that this order takes."""
+        takes = f"its options are {', '.join(known)}, written NAME=VALUE" if known else "it takes no options"
+        return WrongValue("order", f"{self.text!r} has {part!r}{problem}; {takes}")
 
 
 def load_order(order: str | Order, argument: str = "order") -> Order:
@@ -101,35 +109,35 @@ def load(text: str, allow_python: bool = False) -> Order:
     an unknown name or option; :class:`kvpolicy.extensions.ExtensionError` for a module path that is refused or gives no
     order.
     """
-    spec = Spec(text)
+    spec = Spec(text, allow_python)
     if extensions.is_module_path(text):
         return checked(extensions.from_module(text, Order, "order", allow_python))
     outer, slash, inner = text.partition("/")
+    if slash and not (outer and inner):
+        raise spec.refusal("lacks the order " + ("after" if outer else "before") + " its slash")
     if slash:
         first = load(outer, allow_python)
         for name in _choosing(first):
             raise spec.refusal(f"has {name}= before its last order, which alone chooses among equals")
-        return rules.Layered(text, first, load(inner, allow_python))
+        second = load(inner, allow_python)
+        return rules.Layered(f"{first.label}/{second.label}", first, second)
     kind, _, tail = text.partition(":")
     if kind not in KINDS:
         order = extensions.from_entry_point(text, GROUP, Order, "order")
         if order is None:
             raise spec.refusal(f"is no order{like(text, FORMS)}")
         return checked(order)
-    value, options = _split(spec, tail)
+    value, options = _split(spec, tail, _options_of(KINDS[kind]))
     extras = {name: options.pop(name, usual) for name, usual in USUAL.items()}
     order = _made(spec, KINDS[kind], value, options)
     victims = _one_of(spec, "victims", extras["victims"], ("last", *rules.VICTIM_RULES))
     share = _share(spec, "explore", extras["explore"])
     worth = _one_of(spec, "worth", extras["worth"], ("always", *WORTH))
-    if extras != USUAL and not order.displaces_by_rank:
-        given = ", ".join(f"{name}={text}" for name, text in extras.items() if text != USUAL[name])
-        raise spec.refusal(f"has {given}, and displaces nobody")
     if victims != "last":
-        order = rules.WithVictims(text, order, rules.VICTIM_RULES[victims])
+        order = rules.WithVictims(order.name, order, rules.VICTIM_RULES[victims])
     if share:
-        order = WithDraws(text, order, share)
-    return order if worth == "always" else WithWorth(text, order)
+        order = WithDraws(order.name, order, share)
+    return order if worth == "always" else WithWorth(order.name, order)
 
 
 def _choosing(order: Order) -> Iterator[str]:
@@ -152,16 +160,25 @@ def checked(order: Order) -> Order:
     return order
 
 
-def _split(spec: Spec, tail: str) -> tuple[str, dict[str, str]]:
-    """The part without a name, and the options."""
+def _options_of(kind: Kind) -> tuple[str, ...]:
+    """Names of the options that an order takes."""
+    return (*kind.options, *(USUAL if getattr(kind.make, "displaces_by_rank", False) else ()))
+
+
+def _split(spec: Spec, tail: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The part without a name, and the options. ``known``: those that the order takes."""
     value = ""
     options: dict[str, str] = {}
     for part in tail.split(",") if tail else ():
         name, equals, text = part.partition("=")
         if not equals and not value and not options and name:
             value = name
-        elif name not in OPTIONS or name in options or not text:
-            raise spec.refusal(f"has {part!r}; the options are {', '.join(OPTIONS)}, each at most once")
+        elif name in USUAL and name not in known:
+            raise spec.refusal(f"has {part}, and displaces nobody")
+        elif name not in known:
+            raise spec.option_refusal(part, like(name, known), known)
+        elif name in options or not text:
+            raise spec.option_refusal(part, f", and {name} before" if text else " without a value", known)
         else:
             options[name] = text
     return value, options
@@ -176,9 +193,9 @@ def _made(spec: Spec, kind: Kind, value: str, options: Mapping[str, str]) -> Ord
     if value and kind.value is not None:
         argument, read = kind.value
         arguments[argument] = read(spec, "", value)
+        if extensions.is_module_path(value):  # a name in reports and traces is no module path
+            arguments["name"] = spec.text.replace(value, _label(arguments[argument]), 1)
     for name, text in options.items():
-        if name not in kind.options:
-            raise spec.refusal(f"has the option {name}, which it does not take")
         argument, read = kind.options[name]
         arguments[argument] = read(spec, name, text)
     return kind.make(**arguments)
@@ -226,9 +243,17 @@ def _signed(spec: Spec, name: str, text: str) -> int:
 
 
 def _predictor(spec: Spec, name: str, text: str) -> rules.Predictor:
+    if extensions.is_module_path(text):
+        return extensions.function_from_module(text, "predictor", ("request", "state"), spec.allow_python)
     if text not in PREDICTORS:
-        raise spec.refusal(f"has the predictor {text!r}, should be {' or '.join(PREDICTORS)}")
+        raise spec.refusal(f"has the predictor {text!r}, should be {', '.join(PREDICTORS)} or {extensions.FORM}")
     return PREDICTORS[text]
+
+
+def _label(function: Callable[..., Any]) -> str:
+    """Name of a user's function, and the beginning of the digest of its code and values."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{name}@{digest_of(function)[:LABEL_DIGITS]}"
 
 
 def _classes(spec: Spec, name: str, text: str) -> tuple[str, ...]:

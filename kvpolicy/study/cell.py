@@ -70,7 +70,12 @@ class Cell:
     def inputs(self) -> dict[str, Any]:
         """The cell as plain values, with digests for objects; fields about objects, ``slo`` and the server's
         ``classes``, cache and ``max_model_len`` only where they are set."""
-        by_name = asdict(replace(self, policy_object=None, workload_object=None, hardware_object=None))
+        serving = replace(self.serving, order="fcfs")  # without the object that an order may be
+        by_name = asdict(replace(self, serving=serving, policy_object=None, workload_object=None, hardware_object=None))
+        del by_name["serving"]["order_object"]
+        by_name["serving"]["order"] = self.serving.order
+        if self.serving.order_object is not None:
+            by_name["serving"]["order_digest"] = self.serving.order_object.digest
         for name in ("classes", "host_cache", "file_gib", "file_link"):
             del by_name["serving"][name]
         by_name["serving"] |= self.serving.cache_inputs()

@@ -7,8 +7,9 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.extensions import names_module
+from kvpolicy.order import Order
 from kvpolicy.order import spec as orders
-from kvpolicy.order.by_class import ranked_classes
+from kvpolicy.order.by_class import ranked_classes, unlisted_classes
 from kvpolicy.request_marks import DEFAULT_CLASS, Classes
 from kvpolicy.study.cache import Result
 from kvpolicy.study.server_flags import order_of, ordered_by
@@ -86,24 +87,30 @@ def class_rows(groups: Mapping[str, Sequence[Result]]) -> list[list[str]]:
 
 
 def class_warnings(results: Sequence[Result]) -> list[str]:
-    """Warnings about classes that ``--classes`` lists and no request of a workload was of, and about classes that the
-    order ranks by and ``--classes`` does not list. An order of the user's own is not looked into."""
+    """Warnings about classes that ``--classes`` lists, or the order ranks by, and no request of a workload was of, and
+    about classes that the order ranks by and ``--classes`` does not list. An order of the user's own is not looked
+    into."""
     warnings = []
     for inputs in (result["inputs"] for result in results):
         classes, workload = ordered_by(inputs["serving"]).get("classes"), inputs["workload"]
-        if not classes:
-            continue
-        listed = Classes.parse(classes).names
         seen = {name for other in results if other["inputs"]["workload"] == workload for name in other["classes"]}
-        warnings += [f"{workload}: no request is of the class {name}, which --classes lists"
-                     for name in listed if name not in seen]  # fmt: skip
-        warnings += [f"the order ranks by the class {name}, which --classes does not list: no request is of it"
-                     for name in _ranked(order_of(inputs)) if name not in (*listed, DEFAULT_CLASS)]  # fmt: skip
+        order = _shipped_order(inputs)
+        if classes:
+            listed = Classes.parse(classes).names
+            warnings += [f"{workload}: no request is of the class {name}, which --classes lists"
+                         for name in listed if name not in seen]  # fmt: skip
+            warnings += [] if order is None else unlisted_classes(order, listed)
+        elif order is not None:
+            warnings += [f"{workload}: no request is of the class {name}, by which order {order.name} ranks"
+                         for name in ranked_classes(order) if name not in (*seen, DEFAULT_CLASS)]  # fmt: skip
     return list(dict.fromkeys(warnings))
 
 
-def _ranked(order: str) -> list[str]:
-    return [] if names_module(order.replace("/", ":")) else list(ranked_classes(orders.load(order)))
+def _shipped_order(inputs: Mapping[str, Any]) -> Order | None:
+    """The order of these inputs; None for one of the user's own."""
+    name = order_of(inputs)
+    own = "order_digest" in inputs["serving"] or names_module(name.replace("/", ":"))
+    return None if own else orders.load(name)
 
 
 def _shown(value: float | None, form: str = ".3g", scale: float = 1.0) -> str:

@@ -6,18 +6,19 @@ Limits without a flag are those of vLLM 0.32 for the device: ``EngineArgs.get_ba
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.caching import spec as caching
-from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, one_of, option, validate
+from kvpolicy.code_digest import digest_label
+from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, one_of, option, refuse_class, validate
 from kvpolicy.hardware.link import FORM as LINK_FORM
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.latency import SLO_FORM, Slo
 from kvpolicy.order import HELP as ORDERS
-from kvpolicy.order import is_stock, load_order
+from kvpolicy.order import Order, is_stock, load_order
 from kvpolicy.request_marks import FORM as CLASSES_FORM
 from kvpolicy.request_marks import Classes
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
@@ -65,7 +66,8 @@ class Serving:
         0.0,
         SHARE_OF_BLOCKS,
     )
-    order: str = option(f"Order of service. {ORDERS}.", "fcfs")
+    order: str | Order = option(f"Order of service. {ORDERS}.", "fcfs")
+    """A name, or an object, in whose place its name and the beginning of its digest are stored."""
     classes: Classes | None = option(
         f"Classes that requests may claim, as for `kvpolicy serve`, {CLASSES_FORM}. A request is granted what a server "
         "would grant it. Default: what the workload says, without limits.",
@@ -85,11 +87,15 @@ class Serving:
         f"Maximum tokens of a request, prompt and output; a longer one is refused. Default: {LONGEST}.", None, COUNT
     )
 
+    order_object: Order | None = field(default=None, compare=False, repr=False)
+    """The order, where it was given as an object; servers are compared by its digest."""
+
     def __post_init__(self) -> None:
+        self._take_order()
         validate(self)
         if self.host_gib is not None and self.host_blocks is not None:
             raise WrongValue("host_blocks", "is given with host_gib, should be given without: both set the same memory")
-        order = load_order(self.order)  # a wrong one is refused here, where its flag is known
+        order = self.loaded_order()  # a wrong one is refused here, where its flag is known
         if self.scheduling != "fcfs" and not is_stock(order, self.scheduling):
             raise WrongValue(
                 "order", f"is {self.order}, which ranks requests itself, should be given without scheduling"
@@ -101,6 +107,19 @@ class Serving:
                 f"is {self.classes.text!r}, which bounds priorities, and vLLM's priority scheduling goes by what "
                 "clients give: give the order priority in place of scheduling",
             )
+
+    def _take_order(self) -> None:
+        """Store an order that is an object beside its label; forget it where another order took its place."""
+        refuse_class("order", self.order)
+        if isinstance(self.order, Order):
+            object.__setattr__(self, "order_object", load_order(self.order))
+            object.__setattr__(self, "order", digest_label(self.order))
+        elif self.order_object is not None and self.order != digest_label(self.order_object):
+            object.__setattr__(self, "order_object", None)
+
+    def loaded_order(self) -> Order:
+        """The order itself. Raises WrongValue for a wrong name."""
+        return load_order(self.order if self.order_object is None else self.order_object)
 
     def _refuse_wrong_cache(self) -> None:
         try:

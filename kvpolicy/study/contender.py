@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvpolicy.code_digest import digest_label
 from kvpolicy.errors import InputError
 from kvpolicy.extensions import ExtensionError, is_module_path, names_module
 from kvpolicy.fields import refuse_other
+from kvpolicy.order import Order
 from kvpolicy.policy import Policy, load_policy
 
 ELSEWHERE = (
@@ -59,18 +61,20 @@ def contenders(policies: Sequence[str | Policy]) -> list[Contender]:
     return list(by_label.values())
 
 
-def packed(policy: Policy) -> bytes:
-    """A policy object pickled for another process. Raises InputError where that is impossible."""
+def packed(kind: str, extension: Policy | Order) -> bytes:
+    """A policy or an order pickled for another process. ``kind``: which of them, for errors. Raises InputError where
+    that is impossible."""
     try:
-        return pickle.dumps(policy)
+        return pickle.dumps(extension)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InputError(f"policy {policy.name}: cannot be sent to worker processes ({error}); {ELSEWHERE}") from error
+        raise InputError(
+            f"{kind} {extension.name}: cannot be sent to worker processes ({error}); {ELSEWHERE}"
+        ) from error
 
 
-def unpacked(packed: bytes, label: str) -> Policy:
-    """The unpickled policy object. Raises InputError where this process does not find its class."""
+def unpacked(kind: str, packed: bytes, label: str) -> Any:
+    """The unpickled object. Raises InputError where this process does not find its class."""
     try:
-        policy: Policy = pickle.loads(packed)
+        return pickle.loads(packed)
     except (pickle.UnpicklingError, AttributeError, ImportError) as error:
-        raise InputError(f"policy {label}: a worker process cannot rebuild it ({error}); {ELSEWHERE}") from error
-    return policy
+        raise InputError(f"{kind} {label}: a worker process cannot rebuild it ({error}); {ELSEWHERE}") from error

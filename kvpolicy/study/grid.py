@@ -43,7 +43,8 @@ def simulate(
 
     ``workloads``: texts as for :func:`kvpolicy.workload.open_workload`, where random ones are drawn from the seed;
     ``requests:FILE`` replays a measured run. A :class:`~kvpolicy.workload.Workload` object is the same under every
-    seed. ``policies``: names or objects; an object must be picklable where other processes run its cells.
+    seed. ``policies``: names or objects; an object, as the order of ``serving`` may be one, must be picklable
+    where other processes run its cells.
     ``kv_blocks``: usable blocks of the device. ``hardware``: :data:`~kvpolicy.study.config.HARDWARE_FORMS`; or an
     object, a hardware model or a trained cost model. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. Cached
     results of earlier calls with the same inputs are reused. Failed cells are in the report, and the others are
@@ -120,29 +121,40 @@ class Task:
     cell: Cell
     digest: str
     out: Path | None
-    packed: bytes = b""
+    packed_policy: bytes = b""
     """The cell's policy, pickled, where it is an object."""
+    packed_order: bytes = b""
+    """The same of its order."""
+    order: str = ""
+    """The order's label, where it is an object."""
 
-    def with_packed_policy(self) -> Task:
-        """The task with its policy pickled. Raises InputError for a policy that cannot be pickled."""
-        policy = self.cell.policy_object
-        return (
-            self
-            if policy is None
-            else replace(self, cell=replace(self.cell, policy_object=None), packed=packed(policy))
-        )
+    def packed(self) -> Task:
+        """The task with its policy and order pickled, where they are objects. Raises InputError for one that cannot be
+        pickled."""
+        task, policy, order = self, self.cell.policy_object, self.cell.serving.order_object
+        if policy is not None:
+            task = replace(task, cell=replace(task.cell, policy_object=None), packed_policy=packed("policy", policy))
+        if order is not None:
+            serving = replace(task.cell.serving, order="fcfs")
+            task = replace(task, cell=replace(task.cell, serving=serving), packed_order=packed("order", order))
+            task = replace(task, order=str(self.cell.serving.order))
+        return task
 
-    def with_unpacked_policy(self) -> Task:
-        """The task with its policy unpickled. Raises InputError for a policy whose class is not found."""
-        if not self.packed:
-            return self
-        return replace(self, cell=replace(self.cell, policy_object=unpacked(self.packed, self.cell.policy)))
+    def unpacked(self) -> Task:
+        """The task with its policy and order unpickled. Raises InputError for one whose class is not found."""
+        cell = self.cell
+        if self.packed_policy:
+            cell = replace(cell, policy_object=unpacked("policy", self.packed_policy, cell.policy))
+        if self.packed_order:
+            order = unpacked("order", self.packed_order, self.order)
+            cell = replace(cell, serving=replace(cell.serving, order=order))
+        return replace(self, cell=cell)
 
 
 def work(task: Task) -> Result:
     """Simulate one cell; a trace is put in place by rename once it is complete. Raises InputError where the cell's
     inputs changed since the grid began: the result would be cached under the old inputs."""
-    task = task.with_unpacked_policy()
+    task = task.unpacked()
     if task.cell.digest(contents(task.cell)) != task.digest:
         raise InputError("its workload, hardware, policy or cost model changed while the grid ran; run it again")
     if task.out is None:
@@ -160,7 +172,7 @@ def _run_all(tasks: Sequence[Task], run: Run) -> Iterator[tuple[int, Any]]:
         return iter(())
     jobs = len(os.sched_getaffinity(0)) if run.jobs is None else run.jobs
     if run.ray is not None or jobs:
-        tasks = [task.with_packed_policy() for task in tasks]
+        tasks = [task.packed() for task in tasks]
     if run.ray is None:
         return in_processes(work, tasks, jobs)
     try:

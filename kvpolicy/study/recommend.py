@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.errors import InputError
+from kvpolicy.extensions import FORM
 from kvpolicy.fields import WrongValue, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.headroom import Headroom
@@ -349,6 +350,8 @@ def advise(
         )
     if change and "policy_digest" in inputs:
         warnings.append(f"{best} was given as an object: a server takes it by name, as python:MODULE:FACTORY")
+    if "order_digest" in deployed["serving"]:
+        warnings.append(f"the order {order_of(deployed)} was given as an object: a server takes it by name, as {FORM}")
     return Advice(
         workload=inputs["workload"],
         hardware=inputs["hardware"],

@@ -24,7 +24,6 @@ from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import NATIVE, SimulatedLink, header_link
 from kvpolicy.json_values import finite
 from kvpolicy.latency import NO_SLO
-from kvpolicy.order import load_order
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -199,7 +198,7 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         max_model_len=serving.max_model_len or LONGEST,
         prefix_caching=serving.prefix_caching,
         scheduling="priority" if "priority" in (serving.scheduling, serving.order) else "fcfs",
-        order=load_order(serving.order),
+        order=serving.loaded_order(),
         asynchronous=limits.asynchronous,
         watermark=serving.watermark,
         segment_bytes=machine.segment_bytes(serving.block_size),
@@ -270,7 +269,7 @@ def contents(cell: Cell) -> dict[str, str]:
         "program": program_digest(cell.engine),
         "hardware": machine_of(cell).digest,
         "policy": policy.digest if cell.module else cell.policy_digest,
-        "order": load_order(cell.serving.order).digest,
+        "order": cell.serving.loaded_order().digest,
         "cost model": "" if policy.cost_model is None else policy.cost_model.digest,
         "cache": _caching_digest(cell.serving.host_cache),
         "workload": cell.workload_digest or workload_digest(cell.workload),

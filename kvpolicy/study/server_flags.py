@@ -41,9 +41,9 @@ def baseline_words(inputs: Mapping[str, Any]) -> str:
 
 
 def config_line(policy: str, inputs: Mapping[str, Any], host_gib: float) -> str:
-    """The ``kvpolicy config`` command for a policy. ``inputs``: those of its runs. Empty where the policy is an object,
-    or uses a cost model that is one: a command line cannot name it."""
-    if "policy_digest" in inputs or uses_model_object(policy, inputs):
+    """The ``kvpolicy config`` command for a policy. ``inputs``: those of its runs. Empty where the policy, its cost
+    model or the order is an object: a command line cannot name it."""
+    if "policy_digest" in inputs or "order_digest" in inputs["serving"] or uses_model_object(policy, inputs):
         return ""
     module = inputs.get("module", "")
     line = f"kvpolicy config --policy {shlex.quote(module or policy)}"

@@ -176,6 +176,10 @@ def write_part(core: Path, name: str, number: int, table: pa.Table) -> Path:
     return path
 
 
+MAX_NAMED = 4
+"""Sub-folders that are named where a folder is no trace and they are."""
+
+
 def core_folders(folder: Path) -> list[Path]:
     """The engine cores' sub-folders of a trace, a folder or one that ships, by its name. Raises :class:`TraceError` if
     there are none."""
@@ -187,7 +191,10 @@ def core_folders(folder: Path) -> list[Path]:
         )
     cores = sorted(path.parent for path in folder.glob("*/header.json"))
     if not cores:
-        raise TraceError(f"{folder}: no */header.json inside: not a kvpolicy trace")
+        inside = sorted({str(path.parents[1]) for path in folder.glob("*/*/header.json")})
+        others = f" and {len(inside) - MAX_NAMED} others" if len(inside) > MAX_NAMED else ""
+        named = f"; traces are in {', '.join(inside[:MAX_NAMED])}{others}: give one of these" if inside else ""
+        raise TraceError(f"{folder}: no */header.json inside: not a kvpolicy trace{named}")
     for core in sorted(path for path in folder.iterdir() if path.is_dir() and path not in cores):
         for name in SCHEMAS:
             if any((core / name).glob("part-*.parquet")):

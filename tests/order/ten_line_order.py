@@ -1,4 +1,4 @@
-from kvpolicy.order import Order, Rank
+from kvpolicy import Order, Rank
 
 
 class ShortPromptsFirst(Order):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from kvpolicy.order import Guarded, Progress, View, load
+from kvpolicy.order import Guarded, Order, Progress, View, load
 from kvpolicy.order.base import MAX_SHOWN, levels
-from tests.order import ten_line_order
+from tests.order import own_predictor, own_victims, ten_line_order
 from tests.order.made import ByLevel, progress, view
 
 
@@ -53,3 +55,27 @@ def test_an_order_of_ones_own_has_ten_lines_and_is_the_documented_one() -> None:
     order = load("python:tests.order.ten_line_order:ShortPromptsFirst", allow_python=True)
     short, long = (order.rank(progress(prompt_tokens=tokens), view()) for tokens in (900, 1100))
     assert short < long and order.displaces_by_rank and order.name == "short-prompts"
+
+
+@pytest.mark.parametrize("example", [own_victims, own_predictor])
+def test_what_else_the_guide_shows_is_the_tested_code(example: ModuleType) -> None:
+    """Their effects are in test_spec and in tests/study/test_own_orders."""
+    guide = Path(__file__).parents[2] / "docs" / "own-policies.md"
+    assert Path(str(example.__file__)).read_text() in re.findall(
+        r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL
+    )
+
+
+def test_the_order_of_the_guide_spares_chats() -> None:
+    order = own_victims.SpareChats()
+    chat, other = progress(1, class_name="chat"), progress(2, computed_tokens=50)
+    assert order.rank(chat, view()) < order.rank(other, view())
+    assert order.gates and order.admits(chat, 0, view()) and order.admits(other, 10, view())
+    assert not order.admits(other, 9, view()), "of 100 blocks"
+    assert order.victims(chat, [other, progress(3, computed_tokens=20)], view())[0].number == 3
+
+
+def test_every_method_of_an_order_is_on_the_page() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "own-policies.md").read_text()
+    methods = {name for name, member in vars(Order).items() if inspect.isfunction(member) and not name.startswith("_")}
+    assert {name for name in methods if f"`{name}(" in guide} == methods - {"rank"}

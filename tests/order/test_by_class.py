@@ -8,7 +8,7 @@ import pytest
 
 from kvpolicy.fields import WrongValue
 from kvpolicy.order import Order, load
-from kvpolicy.order.by_class import ranked_classes
+from kvpolicy.order.by_class import ranked_classes, unlisted_classes
 from tests.order.made import progress, view
 
 
@@ -54,10 +54,17 @@ def test_the_ranked_classes_an_order_are_found_in_its_parts() -> None:
         ("classes:a+", "has the class ''"),
         ("classes:a b", "has the class 'a b', should be 1 to 64 letters"),
         ("classes:a+a", "has a twice"),
-        ("classes:a,base=4", "the option base, which it does not take"),
+        ("classes:a,base=4", "has 'base=4'; its options are quantum, promote"),
     ],
 )
 def test_a_list_that_is_wrong_is_named(text: str, named: str) -> None:
     with pytest.raises(WrongValue) as told:
         load(text)
     assert named in str(told.value)
+
+
+def test_classes_that_a_server_does_not_grant_are_warned_of() -> None:
+    order = load("classes:chat+default+batch/mlfq:worth=price")
+    (warning,) = unlisted_classes(order, ["chat", "other"])
+    assert warning == f"order {order.name} ranks by the class batch, which --classes does not list: no request is of it"
+    assert unlisted_classes(order, ["chat", "batch"]) == unlisted_classes(load("urgent"), []) == []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from kvpolicy.order import Guarded, Holding, Progress, View, load
+from kvpolicy.order import Guarded, Holding, OrderError, Progress, View, load
 from kvpolicy.order.rules import Layered, WithVictims, least_computed
 from tests.order.made import ByLevel, progress, view
 
@@ -103,3 +104,13 @@ def test_a_hold_that_fails_holds_nobody() -> None:
     complaints: list[str] = []
     assert Holding(Guarded(Failing(), complaints.append)).held(THREE, view()) == set()
     assert complaints == ["hold"]
+
+
+@pytest.mark.parametrize("answer", [None, [3]])
+def test_what_names_no_requests_is_refused_by_name(answer: Any) -> None:
+    class Careless(ByLevel):
+        def hold(self, running: Sequence[Progress], view: View) -> Any:
+            return answer
+
+    with pytest.raises(OrderError, match=r"^order by-level@.*: hold gave .*, should be a list of running requests"):
+        Holding(Careless()).held(THREE, view())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvpolicy.order import Order, Progress, Rank, Ranks, View, load
+from kvpolicy.order import Order, OrderError, Progress, Rank, Ranks, View, load
 from kvpolicy.order.guard import Guarded
 from kvpolicy.order.ranks import FIRST, MAX_VOID
 from kvpolicy.order.rules import Mlfq
@@ -449,10 +451,23 @@ class Ungrouped(Wrapper):
         return None
 
 
-def test_what_is_no_rank_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    "answer", [10, Rank((nan,)), Rank((1.0, "a")), Rank((1.0,), nan), Rank((1.0,), None), Rank(5), Rank([1.0])]
+)  # fmt: skip
+def test_what_is_no_rank_is_refused_by_name(answer: Any) -> None:
     class Bare(ByLevel):
         def rank(self, request: Progress, view: View) -> Any:
-            return request.prompt_tokens
+            return answer
 
-    with pytest.raises(TypeError, match=r"by-level.*: rank gave 10, should be a kvpolicy.order.Rank"):
+    with pytest.raises(OrderError, match=rf"^order by-level@.*: rank gave {re.escape(repr(answer))}, should be a kvp"):
         made(Bare(), "a")
+
+
+@pytest.mark.parametrize("value", [(), (inf, -inf), (1, 0.5), (np.float64(2.0),), (True,)])
+def test_numbers_of_any_kind_rank(value: Any) -> None:
+    class Bare(ByLevel):
+        def rank(self, request: Progress, view: View) -> Any:
+            return Rank(value)
+
+    ranks, _ = made(Bare(), "a")
+    assert ranks.key("a")[0] == value

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.order import BackOff, Order, Progress, Space, Taken, View, make_room
+from kvpolicy.order import BackOff, Order, OrderError, Progress, Space, Taken, View, make_room
 from kvpolicy.order.base import MAX_SHOWN
 from kvpolicy.order.room import MAX_ASKED, MAX_BACK_OFF, MAX_HEADS
 from tests.order.made import ByLevel, progress, view
@@ -274,3 +274,13 @@ def test_looks_that_let_nobody_in_grow_rare() -> None:
     assert back_off.next_step == 0
     back_off.missed(50)
     assert back_off.next_step == 51
+
+
+@pytest.mark.parametrize("answer", [None, [3], [progress(77)], 5])
+def test_victims_that_are_none_of_those_shown_are_refused_by_name(answer: Any) -> None:
+    class Careless(ByLevel):
+        def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Any:
+            return answer
+
+    with pytest.raises(OrderError, match=r"^order by-level@.*: victims gave .*, should be a list of running requests"):
+        room(Engine({waits(8, 0): 4}, THREE), Careless())

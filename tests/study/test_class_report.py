@@ -89,12 +89,16 @@ def test_classes_that_nobody_is_of_are_warned_of() -> None:
     warnings = class_warnings([granting("chat+batch", order, "default"), granting("chat+batch", order, "batch")])
     assert warnings == [
         "w: no request is of the class chat, which --classes lists",
-        "the order ranks by the class urgent, which --classes does not list: no request is of it",
+        "order classes:urgent+chat/mlfq ranks by the class urgent, which --classes does not list: no request is of it",
+    ]
+    order = "classes:urgent+default+chat/mlfq"
+    assert class_warnings([granting("", order, "default"), granting("", order, "default", "chat")]) == [
+        f"w: no request is of the class urgent, by which order {order} ranks"
     ]
 
 
-def test_no_warning_without_a_list_of_classes_or_where_all_are_there() -> None:
-    assert class_warnings([granting("", "classes:urgent/mlfq", "default")]) == []
+def test_no_warning_where_all_are_there_or_the_order_is_ones_own() -> None:
+    assert class_warnings([granting("", "classes:urgent/mlfq", "default", "urgent")]) == []
     assert class_warnings([granting("chat+default", "classes:chat+default", "chat", "default")]) == []
     assert class_warnings([granting("chat", "python:module:order/mlfq", "chat")]) == []
 

@@ -247,8 +247,10 @@ def test_a_header_names_no_module_to_run(folder: Path, policy: object) -> None:
 def test_no_trace_is_refused_by_folder(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(TraceError, match="no such folder"):
         read(tmp_path / "none")
-    with pytest.raises(TraceError, match="not a kvpolicy trace"):
-        read(tmp_path)
+    with pytest.raises(TraceError, match=f"not a kvpolicy trace; traces are in {folder}: give one of these"):
+        read(folder.parent)
+    with pytest.raises(TraceError, match=r"not a kvpolicy trace$"):
+        read(folder / "core-0")
     with pytest.raises(TraceError, match="given twice"):
         read(folder, folder)
     with pytest.raises(FileExistsError, match="not empty"):

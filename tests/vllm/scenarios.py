@@ -9,7 +9,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kvpolicy import load_policy
+from kvpolicy import load_order, load_policy
 from kvpolicy_vllm.plugin.connector_list import own_connector
 from kvpolicy_vllm.plugin.host_copies import Copy
 from tests.vllm.asking import adapter_of, parameters_of, prompt_of
@@ -18,11 +18,14 @@ Hook = Callable[["Run", int], None]
 
 
 def plugin_of(job: dict[str, Any]) -> dict[str, Any]:
-    """The plugin's engine arguments; ``object``: what leads to the policy that is given itself, not its name."""
+    """The plugin's engine arguments; ``object``, ``order_object``: what leads to the policy and the order that are
+    given themselves, not their names."""
     plugin = dict(job.get("plugin") or {})
-    if "object" in job:
+    objects: dict[str, Any] = {"policy": load_policy(job["object"])} if "object" in job else {}
+    objects |= {"order": load_order(job["order_object"])} if "order_object" in job else {}
+    if objects:
         transfer = plugin["kv_transfer_config"]
-        extra = transfer["kv_connector_extra_config"] | {"policy": load_policy(job["object"])}
+        extra = transfer["kv_connector_extra_config"] | objects
         plugin["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
     return plugin
 

@@ -11,8 +11,6 @@ pytest.importorskip("vllm")
 
 from kvpolicy.cost import ModelError
 from kvpolicy.hardware import EngineSpec
-from kvpolicy.order import load
-from kvpolicy.request_marks import Classes
 from kvpolicy_vllm.plugin import assembly
 from kvpolicy_vllm.plugin.assembly import draw_seed, load_fitting, of_rank
 from kvpolicy_vllm.plugin.settings import Settings
@@ -28,13 +26,6 @@ def test_a_model_of_another_machine_is_refused_when_the_policy_is_loaded() -> No
     with pytest.raises(ModelError, match="another GPU"):
         load_fitting("", settings, fitted_model, replace(here, hardware=HARDWARE | {"device": "another GPU"}))
     assert load_fitting("always-swap", settings, fitted_model, here).name == "always-swap"
-
-
-def test_the_log_names_a_class_that_no_request_can_be_of(caplog: pytest.LogCaptureFixture) -> None:
-    order = load("classes:chat+default+batch/mlfq")
-    assembly.warn_of_unclaimable(order, Classes.parse("chat+other"))
-    (message,) = caplog.messages
-    assert "ranks by class batch, which --classes does not list" in message
 
 
 def test_cores_and_starts_draw_from_seeds_of_their_own() -> None:

@@ -23,6 +23,7 @@ from vllm import SamplingParams
 
 from kvpolicy.policy import Policy, load
 from kvpolicy.policy.cheapest import Always
+from tests.order.made import ByLevel
 from tests.plugin.test_control_file import write
 from tests.synthetic import fitted_model
 from tests.vllm import alone, harness
@@ -167,6 +168,18 @@ def test_a_policy_that_cannot_begin_is_refused(model: str, tmp_path: Path, monke
     assert {name: value for name, value in stats.items() if "cost_model" in name} == {
         "cost_model|policy=always-swap|digest=": 1
     }
+
+
+@pytest.mark.scheduler
+def test_an_order_that_was_given_itself_serves_until_another_is_named(model: str, tmp_path: Path) -> None:
+    """And again where none is named."""
+    control, order = tmp_path / "control", ByLevel()
+    plugin = harness.plugin("always-swap", order=order, control=str(control))
+    scheduler = alone.scheduler_for(BASE | {"model": model, "plugin": plugin})
+    assert scheduler.kvpolicy.order.label == order.label
+    for text, label in (("order=urgent", "urgent"), ("shadow=on", order.label), ("off", "fcfs"), ("", order.label)):
+        switched(scheduler, control, text)
+        assert scheduler.kvpolicy.order.label == label
 
 
 def test_a_wrong_variable_ends_the_start(model: str, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""A policy of ten lines in a real engine, by module path; one that is given as an object is in `test_own_process`."""
+"""A policy of ten lines in a real engine, by module path, and an order that is given as an object; a policy that is
+one is in `test_own_process`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvpolicy import trace
+from tests.order.made import ByLevel
 from tests.policy.ten_line_policy import Longer
 from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
@@ -31,3 +35,22 @@ def test_a_module_path_serves(
     for row, swap in zip(rows, swapped, strict=True):
         assert (row["policy"], row["chosen"], row["probabilities"][1]) == ("longer", swap, swap)
     assert harness.total(result["stats"], "fallbacks", reason="error") == 0
+
+
+@pytest.mark.feature("orders of service")
+def test_an_order_that_is_given_itself_serves(
+    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
+) -> None:
+    """It needs no switch, as it can come from Python alone; the trace has its name and the digest of its code."""
+    folder = tmp_path / "trace"
+    plugin = harness.plugin("always-swap", trace=str(folder))
+    work = job(
+        model, requests, SCARCE, scenario="harried", plugin=plugin, order_object="python:tests.order.made:ByLevel"
+    )
+    result = harness.run(work, tmp_path)
+    harness.assert_exact(references["requests"], result)
+    harness.assert_nothing_left(result)
+    (header,) = trace.read(folder).headers.values()
+    assert (header.order, header.order_digest) == (ByLevel().label, ByLevel().digest)
+    assert harness.total(result["stats"], "displaced") > 10
+    assert harness.total(result["stats"], "order_failed") == 0

@@ -49,6 +49,8 @@ class Arm:
     """Overrides the settings' value."""
     order: str = field(default=STOCK_ORDER, kw_only=True)
     """Order of service. Without the plugin ``fcfs`` or ``priority``, which is vLLM's own priority scheduling."""
+    watermark: float = field(default=0.0, kw_only=True)
+    """vLLM's ``--watermark``: share of the blocks that stays free when a request is admitted while others run."""
     extra: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
     """Further settings of the plugin, by name."""
     own_engine: bool = field(default=False, kw_only=True)
@@ -62,7 +64,8 @@ class Arm:
         return replace(self, name="", policy=None if own else "")
 
     def arguments(self) -> dict[str, Any]:
-        memory = {} if self.device_blocks is None else {"num_gpu_blocks_override": self.device_blocks}
+        memory: dict[str, Any] = {} if self.device_blocks is None else {"num_gpu_blocks_override": self.device_blocks}
+        memory |= {"watermark": self.watermark} if self.watermark else {}
         if self.policy is None:
             return memory | self._own_scheduling()
         settings = PluginSettings(

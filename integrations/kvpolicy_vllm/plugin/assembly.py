@@ -20,11 +20,10 @@ from kvpolicy.caching import ByCost, Hinted
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import EngineSpec
-from kvpolicy.order import Order, Priority
-from kvpolicy.order import spec as orders
-from kvpolicy.order.by_class import ranked_classes
+from kvpolicy.order import Priority
+from kvpolicy.order.by_class import unlisted_classes
 from kvpolicy.policy import Decider, Policy
-from kvpolicy.request_marks import DEFAULT_CLASS, Classes, HintLimits, granting
+from kvpolicy.request_marks import Classes, HintLimits, granting
 from kvpolicy.settings import GIB
 from kvpolicy.trace.upkeep import DAY_S, Retention, Upkeep
 from kvpolicy_vllm.plugin.controller import Controller
@@ -97,8 +96,9 @@ def controller_for(
         if settings.cache_files is not None:
             prompts.keep_files(pool_count, settings.cache_files_policy == ByCost.name)
     controller.keep_tables(block_tables(kv_cache))
-    order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
-    warn_of_unclaimable(order, classes)
+    order, classes = settings.load_order(), claimable(settings, vllm_config)
+    for warning in unlisted_classes(order, classes.names):
+        logger.warning("kvpolicy: %s", warning)
     controller.serve_by(order)
     controller.grant_marks(granting(classes, limits))
     if logger.isEnabledFor(logging.DEBUG):
@@ -138,13 +138,6 @@ def claimable(settings: Settings, vllm_config: VllmConfig) -> Classes:
             'clients give: leave that flag out, and give the order "priority" or "urgent"'
         )
     return classes
-
-
-def warn_of_unclaimable(order: Order, classes: Classes) -> None:
-    """Log the classes by which the order ranks and of which no request can be."""
-    for name in ranked_classes(order):
-        if name not in (*classes.names, DEFAULT_CLASS):
-            logger.warning("kvpolicy: order %s ranks by class %s, which --classes does not list", order.name, name)
 
 
 def load_fitting(name: str, settings: Settings, loader: Callable[[str], CostModel], engine: EngineSpec) -> Policy:

@@ -46,8 +46,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The settings of the start, which hold for whatever the file does not name. An empty ``policy`` is that of the
-    settings, which may be an object without a name."""
+    """The settings of the start, which hold for whatever the file does not name. An empty ``policy`` or ``order`` is
+    that of the settings, which may be an object without a name."""
 
     order: str
     shadow: bool

@@ -19,7 +19,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.order import Order, is_stock
-from kvpolicy.order import spec as orders
 from kvpolicy.policy import Policy
 from kvpolicy_vllm.plugin.connector_list import own_connector
 from kvpolicy_vllm.plugin.control_file import ControlFile, Start
@@ -52,12 +51,9 @@ def control_of(settings: Settings, controller: Controller) -> ControlFile | None
     """The file by which the operator switches; None where there is none."""
     if settings.control is None:
         return None
-
-    def load_order(name: str) -> Order:
-        return orders.load(name, settings.allow_python_policies)
-
-    start = Start(settings.order, settings.shadow)  # an empty policy: the one of the start
-    return ControlFile(settings.control, start, controller.load_policy, load_order).watch()
+    # An empty policy or order: the one of the start.
+    start = Start("" if settings.order_object is not None else settings.order, settings.shadow)
+    return ControlFile(settings.control, start, controller.load_policy, settings.load_order).watch()
 
 
 def same_policy(one: Policy, other: Policy) -> bool:

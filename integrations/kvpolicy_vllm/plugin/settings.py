@@ -13,6 +13,8 @@ from kvpolicy import policy as policies
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, changed_values, option
+from kvpolicy.order import Order
+from kvpolicy.order import spec as orders
 from kvpolicy.policy import Policy
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB, ServerSettings
 from kvpolicy.tiers import refuse_unsafe
@@ -45,6 +47,8 @@ class Settings(ServerSettings):
     )
     policy_object: Policy | None = None
     """The policy itself, if the engine was made in Python with a policy object, which no file or flag can hold."""
+    order_object: Order | None = None
+    """The order of service itself, likewise."""
     allow_untested_states_v2: bool = option(
         "Serve models whose layers keep states on vLLM's model runner v2, never tested on a GPU. The blocks of a "
         "preempted request are held until they are saved.",
@@ -63,11 +67,18 @@ class Settings(ServerSettings):
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
         """Read the settings. Raises WrongValue naming the key that is unknown, missing or wrong, and what is right."""
-        policy = extra.get("policy")
-        if not isinstance(policy, Policy):
-            return fields.read(cls, extra, "kv_connector_extra_config")
-        values = dict(extra) | {"policy": policies.load_policy(policy).name}
-        return replace(fields.read(cls, values, "kv_connector_extra_config"), policy_object=policy)
+        values = dict(extra)
+        policy, order = extra.get("policy"), extra.get("order")
+        if isinstance(policy, Policy):
+            values["policy"] = policies.load_policy(policy).name
+        if isinstance(order, Order):
+            del values["order"]
+        read = fields.read(cls, values, "kv_connector_extra_config")
+        return replace(
+            read,
+            policy_object=policy if isinstance(policy, Policy) else None,
+            order_object=orders.load_order(order) if isinstance(order, Order) else None,
+        )
 
     def load_policy(self, loader: Callable[[str], CostModel] = cost.load, name: str = "") -> Policy:
         """Load the policy of these settings or, with ``name``, another one under the same permissions.
@@ -77,6 +88,15 @@ class Settings(ServerSettings):
         if self.policy_object is not None and not name:
             return self.policy_object
         return policies.load(name or self.policy, loader, self.allow_python_policies)
+
+    def load_order(self, name: str = "") -> Order:
+        """Load the order of service of these settings or, with ``name``, another one under the same permissions.
+
+        Raises as :func:`kvpolicy.order.load`.
+        """
+        if self.order_object is not None and not name:
+            return self.order_object
+        return orders.load(name or self.order, self.allow_python_policies)
 
     @property
     def pool_gib(self) -> float:
