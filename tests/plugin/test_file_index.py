@@ -10,7 +10,7 @@ import pytest
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.host_store import HostBlock, HostStore
 from kvpolicy.tiers import digest_of_key
-from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, SHARE, FileIndex
+from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport
 
 SLOTS = 16
@@ -103,7 +103,7 @@ def test_what_is_not_worth_a_load_is_not_stored() -> None:
     core = Core()
     core.pool.given_back(CHAIN, range(3), 3)
     blocks = core.pool.lost(range(3))
-    core.pool.worth_storing = lambda blocks: False
+    core.index.worth_storing = lambda blocks: False
     core.index.saved(blocks)
     assert core.jobs() == ([], [])
 
@@ -133,6 +133,14 @@ def test_blocks_come_back_to_host_memory() -> None:
     core.report(job)
     assert core.pool.leading(CHAIN[1:]) == 2 and not core.index.is_coming(b"b") and core.pool.used == 0
     assert core.counts["loaded"] == 2 and core.index.read_s(4) == pytest.approx(1.0)
+    core.now += RENEWED_S
+    assert core.index.read_s(4) == 0.0, "a disk may be faster by now"
+    core.drop_from_host()
+    core.index.fetch(CHAIN, 0, 3)
+    (_, (job,)) = core.jobs()
+    core.now += 3.0
+    core.report(job)
+    assert core.index.read_s(2) == pytest.approx(2.0), "by what was loaded since"
 
 
 def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:

@@ -23,6 +23,8 @@ MAX_WAIT_S = 10.0
 """A request waits so long for its blocks to come from files, and is computed then. What not all ranks have reported for
 so long is late."""
 WARNING_EVERY_S = 60.0
+RENEWED_S = 600.0
+"""How long files took counts for so long after the last load: a disk that was too slow is tried again then."""
 Count = Callable[[str, int], None]
 
 
@@ -69,7 +71,10 @@ class FileIndex:
         self._prompts: list[tuple[bytes, ...]] = []
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
-        self._read_s = self._read_bytes = 0.0
+        self._read_s = self._read_bytes = self._read_until_s = 0.0
+        self.worth_storing: Callable[[int], bool] = lambda blocks: True
+        """Whether blocks of a chain of so many blocks are stored: where reading and loading all of them would cost more
+        than computing them, none is."""
 
     @property
     def under_way(self) -> bool:
@@ -96,8 +101,10 @@ class FileIndex:
         return count
 
     def read_s(self, blocks: int) -> float:
-        """Expected seconds until so many blocks are in host memory; 0 before any was loaded."""
-        return self._read_s / self._read_bytes * blocks * self._block_bytes if self._read_bytes else 0.0
+        """Expected seconds until so many blocks are in host memory; 0 where none was loaded for long."""
+        if self._clock() >= self._read_until_s:
+            return 0.0
+        return self._read_s / self._read_bytes * blocks * self._block_bytes
 
     def arrived(self, chain: Sequence[bytes]) -> None:
         """A new request has this prompt."""
@@ -123,7 +130,7 @@ class FileIndex:
             return False
         key = self._salt + block.key
         known = key in self._storing or self._there.get(digest_of_key(key), 0) >= self._ranks
-        return not known and self._pool.worth_storing(block.node.reach)
+        return not known and self.worth_storing(block.node.reach)
 
     def _store(self, run: list[HostBlock]) -> None:
         room = self._room()
@@ -257,7 +264,11 @@ class FileIndex:
         right = [block for block, ok in zip(under.blocks, done, strict=True) if ok]
         places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]
         self._pool.brought(under.chain, places, right)
-        self._read_s += self._clock() - under.began_s
+        now = self._clock()
+        if now >= self._read_until_s:
+            self._read_s = self._read_bytes = 0.0
+        self._read_until_s = now + RENEWED_S
+        self._read_s += now - under.began_s
         self._read_bytes += len(done) * self._block_bytes
         self._count("loaded", len(right))
         self._count("load_failed", len(done) - len(right))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -62,14 +63,15 @@ class PromptCache:
         """By request that waits."""
         self.prices: BlockPrices | None = None
         """Those of the caching policy, kept up to date with the policy of the server."""
-        self._worth: dict[int, bool] = {}
+        self._worth: dict[tuple[int, bool, bool], bool] = {}
         self._worth_until, self._decides = 0, (decider.policy, decider.shadow)
         self._now: Callable[[], float] = lambda: 0.0
         self._stale: set[str] = set()
         """Requests that hold blocks computed before the last reset, which are not what their keys stand for."""
         self._hinted: dict[str, int] = {}
         self._counted = {"stored": 0, "refused": 0, "evicted": 0}
-        copies.pool.worth_storing = self._is_worth_storing
+        copies.pool.worth_saving = partial(self._is_worth_storing, saved=True)
+        copies.pool.worth_keeping = self._is_worth_storing
         self.files: FileIndex | None = None
         """None where prompts are not in files; see :meth:`keep_files`."""
         self._files_by_price = self._unpriced = False
@@ -86,6 +88,7 @@ class PromptCache:
                 self._tally.add("cache_blocks", blocks, tier=FILE_TIER, event=event)
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
+        self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
         self._copies.saved = self.files.saved
         self._files_by_price = self._unpriced = by_price
 
@@ -285,27 +288,34 @@ class PromptCache:
 
     # ---- prices ----
 
-    def _is_worth_loading(self, request: Any, asked: tuple[int, int, int], read_s: float = 0.0) -> bool:
-        """``read_s``: seconds that the request waits first, for files."""
+    def _is_worth_loading(
+        self, request: Any, asked: tuple[int, int, int], read_s: float = 0.0, save_blocks: int = 0
+    ) -> bool:
+        """``read_s``: seconds that the request waits first, for files. ``save_blocks``: blocks that have to be saved
+        before."""
         local_tokens, blocks, _ = asked
         try:
             situation = prompt_situation(
-                self._scheduler, self._copies, local_tokens + blocks * self._size, local_tokens, self._now(), request
-            )
-            loads = self._decider.loads_hit(situation)
-            costs = self._decider.hit_costs(situation) if loads and read_s else None
-            return loads and (costs is None or costs[0] > costs[1] + read_s)
+                self._scheduler, self._copies, local_tokens + blocks * self._size, local_tokens, self._now(), request,
+                save_blocks,
+            )  # fmt: skip
+            return self._decider.loads_hit(situation, read_s)
         # The boundary between a policy and a server: a prompt can always be computed.
         except Exception:  # noqa: BLE001
             self._tally.add("cache_undecided")
             self._complain("deciding whether to load a prompt failed; it is computed (counted as cache_undecided)")
             return False
 
-    def _is_worth_storing(self, blocks: int) -> bool:
-        """Whether a request would load that many leading blocks, if nothing else were under way."""
-        known = self._worth.get(blocks)
+    def _is_worth_storing(self, blocks: int, saved: bool = False, from_files: bool = False) -> bool:
+        """Whether a request would load that many leading blocks, if nothing else were under way. ``saved``: whether
+        they have to be saved to host memory before. ``from_files``: whether they have to be read from files."""
+        asked = blocks, saved, from_files
+        known = self._worth.get(asked)
         if known is None:
-            known = self._worth[blocks] = self._is_worth_loading(None, (0, blocks, 0))
+            read_s = self.files.read_s(blocks) if from_files and self.files is not None else 0.0
+            known = self._worth[asked] = self._is_worth_loading(
+                None, (0, blocks, 0), read_s, save_blocks=blocks if saved else 0
+            )
         return known and not self._copies.health.suspended(self._now())
 
     @property
