@@ -18,6 +18,7 @@ from kvpolicy.workload.arrivals import (
 )
 from kvpolicy.workload.classes import Granted, Joined, Labelled, Looped
 from kvpolicy.workload.files import Care, Counts
+from kvpolicy.workload.hinting import Hinting
 from kvpolicy.workload.length_tables import LengthTable
 from kvpolicy.workload.lengths import (
     AZURE_CONVERSATION,
@@ -64,6 +65,7 @@ __all__ = [
     "Format",
     "Gamma",
     "Granted",
+    "Hinting",
     "Groups",
     "Joined",
     "Labelled",
