@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvpolicy.request_marks import Hints
+from kvpolicy.request_marks import NO_HINTS, Hints
 from kvpolicy.workload.requests import Request, WorkloadError
 from kvpolicy.workload.scaling import Scaled
 
@@ -45,26 +45,21 @@ class Hinting(Scaled):
         return f"{self.inner.name},hints={self.kind},keep={self.keep_s:g}"
 
     def __iter__(self) -> Iterator[Request]:
-        if self.kind == SESSIONS:
-            for request, session in with_sessions(self.inner):
-                yield request if session is None else replace(request, hints=Hints(self.keep_s, session=_named(session)))
-            return
-        counts = Counter(session for _, session in with_sessions(self.inner))
+        counts: Counter[int | None] = Counter()
+        if self.kind == HINDSIGHT:
+            counts.update(session for _, session in with_sessions(self.inner))
         left = counts.copy()
         for request, session in with_sessions(self.inner):
-            if session is None:
-                yield request
-                continue
             left[session] -= 1
-            if left[session]:
-                hints = Hints(self.keep_s, session=_named(session))
-            else:
-                hints = Hints(session=_named(session), ended=True) if counts[session] > 1 else Hints(once=True)
-            yield replace(request, hints=hints)
+            yield replace(request, hints=self._hints(session, counts[session], left[session]))
 
-
-def _named(session: int) -> str:
-    return f"s{session}"
+    def _hints(self, session: int | None, count: int, left: int) -> Hints:
+        """Of a request of this session, which has ``count`` requests, ``left`` of them after this one; in hindsight."""
+        if session is None:
+            return NO_HINTS
+        if self.kind == SESSIONS or left > 0:
+            return Hints(self.keep_s, session=f"s{session}")
+        return Hints(session=f"s{session}", ended=True) if count > 1 else Hints(once=True)
 
 
 def with_sessions(requests: Iterable[Request]) -> Iterator[tuple[Request, int | None]]:

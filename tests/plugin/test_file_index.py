@@ -9,6 +9,7 @@ import pytest
 
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.host_store import HostBlock, HostStore
+from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport
@@ -40,7 +41,7 @@ class Core:
         return blocks
 
     def jobs(self) -> tuple[list[FileJob], list[FileJob]]:
-        _, stores, loads = self.index.take_jobs()
+        _, _, stores, loads = self.index.take_jobs()
         return [*stores], [*loads]
 
     def report(self, job: FileJob, failed: Sequence[bytes] = (), ranks: int | None = None) -> None:
@@ -106,6 +107,19 @@ def test_what_is_not_worth_a_load_is_not_stored() -> None:
     core.index.worth_storing = lambda blocks: False
     core.index.saved(blocks)
     assert core.jobs() == ([], [])
+
+
+def test_workers_hear_what_requests_say_of_their_windows() -> None:
+    core = Core()
+    said = Hints(60.0, session="s")
+    core.index.hinted(CHAIN, said, "chat")
+    core.index.hinted([], Hints(session="s", ended=True), "chat")
+    core.index.hinted([], Hints(once=True), "chat")
+    _, hints, _, _ = core.index.take_jobs()
+    assert hints == ((tuple(CHAIN), said, "chat"), ((), Hints(session="s", ended=True), "chat"))
+    core.index.hinted(CHAIN, said, "chat")
+    core.index.forget()
+    assert core.index.take_jobs()[1] == ()
 
 
 def test_files_hold_at_most_a_share_of_the_slots() -> None:

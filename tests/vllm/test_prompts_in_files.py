@@ -10,7 +10,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvpolicy_vllm.plugin.messages import FileReport, Transfers
+from kvpolicy.request_marks import Hints
+from kvpolicy_vllm.plugin.messages import FileHint, FileReport, Transfers
 from tests.priced import Priced
 from tests.vllm import alone, harness
 from tests.vllm.test_prompt_cache import PROMPT, Served
@@ -25,10 +26,12 @@ class Rank(alone.Worker):
         super().__init__(late=0)
         self.load_s, self.now_s = load_s, 0.0
         self.reports = [FileReport(ready=True)]
+        self.hints: list[FileHint] = []
 
     def _copies(self, jobs: Any) -> KVConnectorOutput | None:
         output = super()._copies(jobs) or KVConnectorOutput()
         if jobs is not None:
+            self.hints += jobs.file_hints
             self.now_s += self.load_s * len(jobs.file_loads)
             self.reports += [FileReport(job.number) for job in (*jobs.file_stores, *jobs.file_loads)]
         copies = output.kv_connector_worker_meta or Transfers()
@@ -89,6 +92,16 @@ def test_only_what_is_loaded_faster_than_computed_is_stored(load_s: float, model
     served.push_out()
     assert served.found(served.request(later)) == 144, "they are in host memory, which is as fast as ever"
     assert served.in_files(served.request(later)) == (9 if load_s < 0.01 else 0)
+
+
+def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_has_ended(model: str) -> None:
+    served = WithFiles(model)
+    said = served.request(PROMPT)
+    said.kv_transfer_params = {"kvpolicy": {"keep_s": 60, "session": "s"}}
+    served.serve(said, served.request([1, 2, 3]))
+    first, last = served.worker.hints
+    keys = tuple(map(served.controller.prompts._key_of, said.block_hashes))
+    assert first == last == (keys, Hints(60.0, session="s"), "default") and len(keys) == 6
 
 
 def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(model: str) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
+from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
-from kvpolicy_vllm.plugin.messages import FileJob, FileReport
+from kvpolicy_vllm.plugin.messages import FileHint, FileJob, FileReport
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -69,6 +70,7 @@ class FileIndex:
         self._numbers = 0
         self._held = 0
         self._prompts: list[tuple[bytes, ...]] = []
+        self._hints: list[FileHint] = []
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
         self._read_s = self._read_bytes = self._read_until_s = 0.0
@@ -110,6 +112,11 @@ class FileIndex:
         """A new request has this prompt."""
         if chain:
             self._prompts.append(tuple(self._salt + key for key in chain))
+
+    def hinted(self, chain: Sequence[bytes], hints: Hints, class_name: str) -> None:
+        """A request with this window came with hints, granted to this class."""
+        if chain or hints.session is not None:
+            self._hints.append((tuple(self._salt + key for key in chain), hints, class_name))
 
     def saved(self, blocks: Iterable[HostBlock]) -> None:
         """These contents have come to host memory: store those that may be of use and that files do not have."""
@@ -195,10 +202,12 @@ class FileIndex:
                 "host slots stay in use until they do (counted as cache_blocks, event 'late')", MAX_WAIT_S, slots
             )  # fmt: skip
 
-    def take_jobs(self) -> tuple[tuple[tuple[bytes, ...], ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
-        """Keys of prompts that have arrived, stores and loads, since the last call."""
-        taken = tuple(self._prompts), tuple(self._stores), tuple(self._loads)
-        self._prompts, self._stores, self._loads = [], [], []
+    def take_jobs(
+        self,
+    ) -> tuple[tuple[tuple[bytes, ...], ...], tuple[FileHint, ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
+        """Keys of prompts that have arrived, hints, stores and loads, since the last call."""
+        taken = tuple(self._prompts), tuple(self._hints), tuple(self._stores), tuple(self._loads)
+        self._prompts, self._hints, self._stores, self._loads = [], [], [], []
         return taken
 
     def acknowledge(self, reports: Iterable[FileReport]) -> None:
@@ -224,7 +233,7 @@ class FileIndex:
         self._salt = uuid.uuid4().bytes
         self._there.clear()
         self._coming.clear()
-        self._prompts = []
+        self._prompts, self._hints = [], []
         for under in (*self._under.values(), *self._late.values()):
             under.failed.update(map(digest_of_key, under.keys))
 

@@ -121,9 +121,9 @@ class PromptCache:
         prompt = [self._key_of(value) for value in request.block_hashes]
         self._asked_blocks[request.request_id] = len(prompt)
         self._copies.pool.asked(prompt)
-        self._heed_hints(request, prompt)
         if self.files is not None:
             self.files.arrived(prompt)
+        self._heed_hints(request, prompt)
 
     def _heed_hints(self, request: Any, chain: Sequence[bytes]) -> None:
         """Let the policy know what the request says of its window."""
@@ -132,6 +132,8 @@ class PromptCache:
         try:
             marks = self._marks.of(request)
             self._copies.pool.hinted(chain, marks.hints, marks.class_name)
+            if self.files is not None and marks.hints:
+                self.files.hinted(chain, marks.hints, marks.class_name)
         # The boundary between clients and a server: a hint that cannot be heeded is none.
         except Exception:  # noqa: BLE001
             self._tally.add("hints_failed")
@@ -237,11 +239,13 @@ class PromptCache:
 
     def with_files(self, jobs: StepJobs) -> StepJobs:
         """A step's jobs, with those that concern files."""
-        prompts, stores, loads = ((), (), ()) if self.files is None else self.files.take_jobs()
+        prompts, hints, stores, loads = ((), (), (), ()) if self.files is None else self.files.take_jobs()
         prices = self._file_prices() if self._unpriced else ()
-        if not (prompts or stores or loads or prices):
+        if not (prompts or hints or stores or loads or prices):
             return jobs
-        return replace(jobs, prompts=prompts, file_prices=prices, file_stores=stores, file_loads=loads)
+        return replace(
+            jobs, prompts=prompts, file_hints=hints, file_prices=prices, file_stores=stores, file_loads=loads
+        )
 
     def _file_prices(self) -> tuple[float, ...]:
         """What a block in files saves, by its place: as one in host memory, less the time that it takes there."""

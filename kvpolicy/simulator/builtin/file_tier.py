@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 
-from kvpolicy.caching import CachingPolicy
+from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching.base import Chain, Key
 from kvpolicy.caching.tree import reach_of
+from kvpolicy.request_marks import Hints
 from kvpolicy.simulator.base import LowerTiers
 
 
@@ -42,6 +43,11 @@ class FileTier:
     def extended(self, chain: Chain, asked: int) -> None:
         """See :meth:`kvpolicy.caching.CachingPolicy.extended`."""
         self._policy.extended(chain, asked)
+
+    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
+        """See :meth:`kvpolicy.caching.Hinted.hinted`; without effect where the policy heeds none."""
+        if isinstance(self._policy, Hinted):
+            self._policy.hinted(chain, hints, class_name)
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many of these blocks are in files, up to the first one that is not."""

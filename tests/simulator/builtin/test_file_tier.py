@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvpolicy.caching import Hinted
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.caching.tree import Tree
 from kvpolicy.prefix_hits import PrefixHits
+from kvpolicy.request_marks import HintLimits, Hints
 from kvpolicy.simulator import LowerTiers
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
 from tests.simulator.builtin.test_lower_tiers import BYTES, SERVER, run, talks
@@ -85,6 +87,37 @@ def test_a_request_waits_for_its_read_and_loads_it_then() -> None:
     (last,) = [row for row in result.trace.rows("requests") if row["request"] == "4"]
     read_s = 0.001 + 1e-3 * hits.file_tokens // 16
     assert last["first_token_s"] - 4.0 > read_s + 5e-3 + 16e-4
+
+
+def test_a_window_that_is_to_be_kept_stays_in_files() -> None:
+    files = FileTier(CACHE, BYTES, Hinted(Lru(4), lambda: files.now_s, 16, HintLimits(share=0.5, class_share=0.5)))
+
+    def write(chain: str) -> None:
+        files.now_s += 1.0
+        files.asked(chain)
+        files.hinted(chain, Hints(keep_s=60.0) if chain == "ab" else Hints(), "default")
+        for position in range(len(chain)):
+            files.write(chain, position)
+
+    for chain in ("ab", "cd", "ef", "gh"):
+        write(chain)
+    files.now_s += 1.0
+    assert [files.leading(chain) for chain in ("ab", "cd", "ef", "gh")] == [2, 0, 0, 2]
+    files.now_s = 100.0
+    write("xy")
+    files.now_s += 1.0
+    assert files.leading("ab") == 0
+
+
+def test_files_hear_of_hints_as_host_memory_does() -> None:
+    """Host memory may hold four blocks of a window, files all of it."""
+    cache = replace(CACHE, file_blocks=12, file_queue_blocks=40, hints=HintLimits(share=0.8, class_share=0.8))
+    server = replace(SERVER, host_blocks=6, cache=cache)
+    work = talks(1, 2, 3, 4, 5, 6, 7, 1)
+    kept = replace(work.requests[0], hints=Hints(keep_s=60.0))
+    plain, held = (run(one, server) for one in (work, replace(work, requests=(kept, *work.requests[1:]))))
+    assert plain.summary.prefix_hits.found_tokens == 0
+    assert held.summary.prefix_hits.found_tokens == 80 > held.summary.prefix_hits.host_tokens
 
 
 @pytest.mark.parametrize("latency_s", [0.001, 30.0], ids=["fast", "slow"])
