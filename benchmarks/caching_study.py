@@ -50,7 +50,7 @@ from kvpolicy.study.config import Serving
 from kvpolicy.study.report import aligned
 from kvpolicy.study.run_cell import machine_of, policy_of, server_of, times_of
 from kvpolicy.workload import Faster, Hinting, Workload, at_rate, open_workload
-from kvpolicy.workload.hinting import DEFAULT_KEEP_S, KINDS
+from kvpolicy.workload.session_hints import DEFAULT_KEEP_S, KINDS
 
 DEVICE, BLOCK, KV_BLOCKS = "H100-SXM", 64, 7000
 POLICY = "cheapest:analytic"

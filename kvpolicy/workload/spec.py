@@ -39,7 +39,6 @@ from kvpolicy.workload.arrivals import Arrivals, AtOnce, Bursts, Even, Gamma, Gr
 from kvpolicy.workload.classes import Joined, Labelled, Looped
 from kvpolicy.workload.continued_lengths import ContinuedLengths
 from kvpolicy.workload.files import Care, DamagedRow, chunks, names_of, record
-from kvpolicy.workload.hinting import DEFAULT_KEEP_S, Hinting
 from kvpolicy.workload.join_text import SEED_STEP, JoinText, divided, join_of
 from kvpolicy.workload.length_tables import COLUMNS, LengthTable
 from kvpolicy.workload.lengths import SHIPPED, scale_to
@@ -48,6 +47,7 @@ from kvpolicy.workload.requests import Source, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate
 from kvpolicy.workload.servegen import COLUMNS as SERVEGEN_COLUMNS
 from kvpolicy.workload.servegen import ServeGen
+from kvpolicy.workload.session_hints import DEFAULT_KEEP_S, Hinting
 from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users, Windows
 from kvpolicy.workload.sharegpt import TOKENS_PER_WORD, ShareGPT
 from kvpolicy.workload.synthetic import SyntheticRequests

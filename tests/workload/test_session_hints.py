@@ -6,7 +6,7 @@ import pytest
 
 from kvpolicy.request_marks import NO_HINTS, Hints, read_marks
 from kvpolicy.workload import Hinting, Request, Workload, WorkloadError, open_workload
-from kvpolicy.workload.hinting import with_sessions
+from kvpolicy.workload.session_hints import with_sessions
 
 BLOCK = 10
 
