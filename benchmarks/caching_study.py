@@ -1,13 +1,15 @@
 """Time to first token and throughput by caching policy of host memory, in simulation: recorded prompts on an H100.
 
-    python benchmarks/caching_study.py --data DIR [--host-gib G,G,...] [--file-gib G] [--hints KIND,...] [--keep S]
-        [--load X,...] [--seeds N] [--policies NAME,...] [--only NAME] [--requests N] [--json FILE]
+    python benchmarks/caching_study.py --data DIR [--host-gib G,G,...] [--file-gib G] [--file-link LINK]
+        [--hints KIND,...] [--keep S] [--load X,...] [--seeds N] [--policies NAME,...]
+        [--only NAME] [--requests N] [--json FILE]
 
 Llama-3.1-8B on an H100 by its data sheet, blocks of 64 tokens, 7,000 of them on the device. Requests are those of
 Mooncake's conversations, of agentic sessions and of ShareGPT's conversations (``benchmarks/caching_policies.py`` says
 what of them is drawn). Preemptions and hits are decided by ``cheapest:analytic``, whose prices ``cost`` goes by, too.
 ``none``: host memory is for preempted requests only. ``hindsight``: Belady's rule over the trees of blocks, told the
-prompts in the order of their earliest arrivals; a reference, which no server has. The same at every run.
+prompts in the order of their earliest arrivals; a reference, which no server has. The same at every run. ``--file-gib``
+is the size of files below the cache, ``--file-link`` their drive.
 
 ``--hints`` none, sessions or hindsight: what requests say of their KV (:class:`kvpolicy.workload.Hinting`), which ask
 to keep their windows for ``--keep`` seconds. Hints in hindsight know which turn is the last, which no client does: a
@@ -41,6 +43,8 @@ from matrix_places import LLAMA_3_1_8B
 
 from kvpolicy.caching import Foreseen
 from kvpolicy.caching import spec as caching
+from kvpolicy.fields import WrongValue
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.json_values import finite
 from kvpolicy.simulator import Builtin, Summary
 from kvpolicy.simulator.builtin.blocks import shared_keys
@@ -99,12 +103,15 @@ class Setting:
     config: Path
     host_gib: float
     file_gib: float = 0.0
+    file_link: SimulatedLink | None = None
 
     def summary(self, work: Workload, cache: str) -> Summary:
         """The run with that cache, which is a caching policy, :data:`NONE` or :data:`HINDSIGHT`."""
         named = {NONE: caching.OFF, HINDSIGHT: "lru"}.get(cache, cache)
         file_gib = 0.0 if cache == NONE else self.file_gib
-        serving = Serving(block_size=BLOCK, host_gib=self.host_gib, host_cache=named, file_gib=file_gib).on(DEVICE)
+        serving = Serving(
+            block_size=BLOCK, host_gib=self.host_gib, host_cache=named, file_gib=file_gib, file_link=self.file_link
+        ).on(DEVICE)
         cell = Cell(work.name, POLICY, KV_BLOCKS, "native", 0, f"{DEVICE}:{self.config}", serving=serving)
         machine = machine_of(cell)
         policy, _ = policy_of(cell)
@@ -136,6 +143,8 @@ class Arm:
     file_gib: float
     cache: str
     hints: str
+    file_link: str = ""
+    """Of the files, as text; empty without files, and for the default."""
 
 
 Found = Mapping[str, Any]
@@ -184,6 +193,8 @@ def row(arm: Arm, results: Results, seeds: Sequence[int]) -> list[str]:
     """Means over seeds, and ratios of the times to first token to those without a cache, and without hints."""
     runs = results.of(arm, seeds)
 
+    bare = replace(arm, cache=NONE, file_gib=0.0, file_link="", hints=NO_HINTS)
+
     def ratio(other: Arm) -> str:
         pairs = [[run["ttft_s"]["mean"] for run in of] for of in (runs, results.of(other, seeds))]
         one = student_ratio(*pairs)
@@ -198,7 +209,7 @@ def row(arm: Arm, results: Results, seeds: Sequence[int]) -> list[str]:
     ]
     return [
         arm.requests, f"{arm.load:g}" if arm.load else "-", f"{arm.host_gib:g}", f"{arm.file_gib:g}", arm.cache,
-        arm.hints, f"{mean('ttft_s', 'mean'):.3g}", ratio(replace(arm, cache=NONE, file_gib=0.0, hints=NO_HINTS)),
+        arm.hints, f"{mean('ttft_s', 'mean'):.3g}", ratio(bare),
         "" if arm.hints == NO_HINTS else ratio(replace(arm, hints=NO_HINTS)), f"{mean('ttft_s', 'p99'):.3g}",
         f"{mean('e2e_s', 'mean'):.3g}", f"{mean('throughput_tok_s'):.1f}", *(f"{share:.1%}" for share in shares),
         f"{mean('moved_bytes') / 1e9:.0f}",
@@ -224,10 +235,11 @@ class Draw:
 
 def arms(options: argparse.Namespace, name: str, load: float, host_gib: float) -> Iterator[Arm]:
     """What hints nobody, or has the prompts themselves, is served without hints alone."""
+    link = options.file_link.text if options.file_gib and options.file_link else ""
     yield Arm(name, load, host_gib, 0.0, NONE, NO_HINTS)
     for cache in options.policies:
         for hints in [NO_HINTS] if cache == HINDSIGHT else dict.fromkeys((NO_HINTS, *options.hints)):
-            yield Arm(name, load, host_gib, options.file_gib, cache, hints)
+            yield Arm(name, load, host_gib, options.file_gib, cache, hints, link)
 
 
 def names(allowed: Sequence[str]) -> Any:
@@ -243,6 +255,13 @@ def names(allowed: Sequence[str]) -> Any:
     return read
 
 
+def link(text: str) -> SimulatedLink:
+    try:
+        return SimulatedLink.parse(text)
+    except WrongValue as wrong:
+        raise argparse.ArgumentTypeError(str(wrong)) from None
+
+
 def numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
 
@@ -251,6 +270,7 @@ def options_of(parser: argparse.ArgumentParser, arguments: Sequence[str] | None)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--host-gib", type=numbers, default=[64.0, 256.0], help="host memory, GiB")
     parser.add_argument("--file-gib", type=float, default=0.0, help="files below the cache, GiB")
+    parser.add_argument("--file-link", type=link, help="of the files, as of kvpolicy simulate")
     parser.add_argument("--hints", type=names((NO_HINTS, *KINDS)), default=[NO_HINTS], help="what requests say")
     parser.add_argument("--keep", type=float, default=DEFAULT_KEEP_S, help="seconds for which windows are to be kept")
     parser.add_argument("--load", type=numbers, default=[0.0], help="shares of the capacity; 0: the files' own rates")
@@ -282,11 +302,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for load in options.load:
                 for host_gib in options.host_gib:
                     served = list(arms(options, name, load, host_gib))
+                    setting = Setting(config, host_gib, options.file_gib, options.file_link)
                     for seed, work in enumerate(works):
                         if work is not None:
-                            serve(
-                                results, served, seed, work, Setting(config, host_gib, options.file_gib), options.keep
-                            )
+                            serve(results, served, seed, work, setting, options.keep)
                     done += served if None not in works else []
                     for arm in served if None not in works else []:
                         print("  ".join(row(arm, results, seeds)), file=sys.stderr)
