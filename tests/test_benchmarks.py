@@ -782,8 +782,9 @@ def test_caching_policies_takes_tables_of_lengths_and_the_prices_of_a_cost_model
     assert 0 < found[0]["saved_s"]["lru"] < found[0]["whole_s"] != found[1]["whole_s"]
 
 
-def test_caching_study_serves_prompts_by_every_policy(tmp_path: Path) -> None:
-    """Three prompts of 64,000 tokens in turn, over memory of seven: whatever is lost is found in host memory."""
+@pytest.fixture
+def long_prompts(tmp_path: Path) -> Path:
+    """A folder with a trace of nine prompts of 64,000 tokens in turn, three times."""
     rows = [
         {"timestamp": 20000 * number, "input_length": 512 * 125, "output_length": 5,
          "hash_ids": [1000 * (number % 9) + block for block in range(125)]}
@@ -792,12 +793,40 @@ def test_caching_study_serves_prompts_by_every_policy(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "traces" / "mooncake_conversation_made.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    done = run("caching_study.py", "--data", str(tmp_path), "--host-gib", "64", "--json", str(tmp_path / "out"))
+    return tmp_path
+
+
+def test_caching_study_serves_prompts_by_every_policy(long_prompts: Path, tmp_path: Path) -> None:
+    """Over memory of seven prompts: whatever is lost is found in host memory."""
+    done = run("caching_study.py", "--data", str(long_prompts), "--host-gib", "64", "--json", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    found = {one["cache"]: one for one in json.loads((tmp_path / "out").read_text())}
+    found = {one["arm"]["cache"]: one["found"] for one in json.loads((tmp_path / "out").read_text())["runs"]}
     assert set(found) == {"none", "lru", "lfu", "arc", "s3fifo", "cost", "hindsight"}
     assert found["none"]["prefix_hits"]["host_tokens"] == 0 < found["lru"]["prefix_hits"]["loaded_tokens"]
     assert found["lru"]["ttft_s"]["mean"] < found["none"]["ttft_s"]["mean"]
+
+
+def test_caching_study_compares_hints_beyond_capacity_and_goes_on_where_it_stopped(
+    long_prompts: Path, tmp_path: Path
+) -> None:
+    """Host memory of one prompt, and files of all."""
+    out = tmp_path / "out"
+    command = [
+        "caching_study.py", "--data", str(long_prompts), "--host-gib", "8", "--file-gib", "128", "--policies", "lru",
+        "--hints", "sessions,hindsight", "--load", "1.2", "--requests", "13", "--json", str(out),
+    ]  # fmt: skip
+    first, second = run(*command), run(*command, "--seeds", "2")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    runs = json.loads(out.read_text())["runs"]
+    assert [(one["arm"]["hints"], one["seed"]) for one in runs if one["arm"]["cache"] == "lru"] == [
+        (hints, seed) for seed in (0, 1) for hints in ("none", "sessions", "hindsight")
+    ]
+    assert [line.split()[6] for line in first.stdout.splitlines()[1:]] == ["none", "none", "sessions", "hindsight"]
+    hits = {(one["arm"]["hints"], one["seed"]): one["found"]["prefix_hits"] for one in runs}
+    assert hits["sessions", 0]["file_tokens"] > 0 and hits["sessions", 0] != hits["hindsight", 0]
+    out.write_text(json.dumps({"settings": {}, "runs": []}))
+    assert "was made with {}" in run(*command).stderr
+    assert "'s4fifo': should be of lru" in run(*command[:7], "--policies", "s4fifo").stderr
 
 
 def test_caching_policies_says_where_there_is_nothing(tmp_path: Path) -> None:

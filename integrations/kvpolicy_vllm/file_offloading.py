@@ -37,7 +37,7 @@ from kvpolicy.caching import KINDS
 from kvpolicy.errors import InputError
 from kvpolicy.fields import POSITIVE, Rule, option, validate
 from kvpolicy.settings import GIB
-from kvpolicy.tiers import FileTier, Finished, refuse_unsafe, weights_digest
+from kvpolicy.tiers import FileTier, Finished, Tier, refuse_unsafe, weights_digest
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -89,7 +89,7 @@ class BoundedFileTier(SecondaryTierManager):
         self._directory, self._max_bytes, self._policy = how.directory, int(how.max_gib * GIB), how.eviction_policy
         self._namespace = namespace_of(offloading_spec, self._rows.shape[1], how)
         refuse_unsafe(self._directory)
-        self._opened: FileTier | None = None
+        self._opened: Tier | None = None
         self._unusable = False
         self._salt = b""
         """Goes before every key."""
@@ -103,7 +103,7 @@ class BoundedFileTier(SecondaryTierManager):
         self._ended: list[JobResult] = []
 
     @property
-    def tier(self) -> FileTier | None:
+    def tier(self) -> Tier | None:
         """The files, opened at the first request: before that vLLM has not seeded its hashes. None where they cannot be
         opened; the server goes on without them."""
         if self._opened is None and not self._unusable:

@@ -37,6 +37,11 @@ class Path(Sequence[Key]):
     def __len__(self) -> int:
         return self._last.position + 1
 
+    @property
+    def reach(self) -> int:
+        """Number of blocks of the longest chain that its last block was seen in."""
+        return self._last.reach
+
     @overload
     def __getitem__(self, index: int) -> Key: ...
 
@@ -64,6 +69,11 @@ class Path(Sequence[Key]):
         while node is not None:
             yield node.key
             node = node.parent
+
+
+def reach_of(chain: Chain) -> int:
+    """Number of blocks of the longest chain that is known to begin with this one."""
+    return chain.reach if isinstance(chain, Path) else len(chain)
 
 
 class Tree:

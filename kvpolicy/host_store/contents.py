@@ -89,6 +89,6 @@ class CacheCounts:
     stored: int = 0
     """Saved because the device lost them."""
     refused: int = 0
-    """Not saved: not worth a load, or copies need all slots."""
+    """Not saved: not worth a save and a load, or copies need all slots."""
     evicted: int = 0
     """Left their slots, to copies or to other contents."""

@@ -30,9 +30,11 @@ class HostStore:
         self.given_up: list[Any] = []
         self.cache = cache
         self.counts = CacheCounts()
-        self.worth_storing: Callable[[int], bool] = lambda blocks: True
-        """Whether blocks of a chain of so many blocks are stored for the cache: where loading all of them would cost
-        more than computing them, none is."""
+        self.worth_saving: Callable[[int], bool] = lambda blocks: True
+        """Whether blocks of a chain of so many blocks are saved for the cache: where saving and loading all of them
+        would cost more than computing them, none is."""
+        self.worth_keeping: Callable[[int], bool] = lambda blocks: True
+        """Whether those that a copy needed, and that are in slots already, stay for the cache."""
         # Freed slots are reused last, so that stale data stays intact as long as possible.
         self._unused = deque(range(slots))
         self._copies: dict[HostCopy, None] = {}
@@ -312,7 +314,7 @@ class HostStore:
         """Whether a content that no copy needs any more stays, in its slot or watched on the device."""
         if self.cache is None or block.key is None or block.node is None:
             return False
-        return self.worth_storing(block.node.reach) if block.slot is not None else self._is_watched(block)
+        return self.worth_keeping(block.node.reach) if block.slot is not None else self._is_watched(block)
 
     def _is_watched(self, block: HostBlock) -> bool:
         return self.watched.get(block.place) is block
@@ -352,7 +354,7 @@ class HostStore:
         for block in lost:
             if block.key is None:
                 continue  # a copy that needed it was given up
-            if block.node is not None and self.worth_storing(block.node.reach):
+            if block.node is not None and self.worth_saving(block.node.reach):
                 wanted.append((block.node.position, block))
             else:
                 self._forget_key(block)

@@ -172,22 +172,21 @@ class Decider:
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
         return self.policy.loads(situation, options, self.state)
 
-    def loads_hit(self, situation: Preemption) -> bool:
+    def loads_hit(self, situation: Preemption, read_s: float = 0.0) -> bool:
         """Whether a request loads tokens that it has in host memory and has not computed, or computes them.
 
-        ``situation``: as if the request had been preempted with these tokens, and were about to come back. Goes by the
-        option that the policy takes at least half of the time, as nothing is drawn; a policy that always recomputes
-        never loads. Pure.
+        ``situation``: as if the request had been preempted with these tokens, and were about to come back. ``read_s``:
+        seconds that it waits first, until they have come to host memory from files; a policy without predictions does
+        not go by it. Goes by the option that the policy takes at least half of the time, as nothing is drawn; a policy
+        that always recomputes never loads. Pure.
         """
         if self.shadow or self._pinned is not None:
             return False
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
-        return probabilities_of(self.policy, situation, options, self.state)[1] >= 0.5
-
-    def hit_costs(self, situation: Preemption) -> tuple[float, float] | None:
-        """Predicted engine seconds of computing those tokens, and of loading them; None without predictions. Pure."""
-        costs = self.predict(situation, (RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)))
-        return (costs[0].engine_s, costs[1].engine_s) if costs else None
+        if probabilities_of(self.policy, situation, options, self.state)[1] < 0.5:
+            return False
+        costs = self.predict(situation, options) if read_s else ()
+        return not costs or costs[0].engine_s > costs[1].engine_s + read_s
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """The costs by which the policy decides, with what it has learned: one per option, or none at all. Pure."""

@@ -1,6 +1,6 @@
 """Tiers of KV memory below the device's: what they do, and one of files."""
 
-from kvpolicy.tiers.base import Chain, Finished, Key, Pieces, Tier, Usage
+from kvpolicy.tiers.base import Chain, Finished, Key, LastingTier, Pieces, Tier, Usage
 from kvpolicy.tiers.block_format import digest_of_key
 from kvpolicy.tiers.file_tier import FileTier
 from kvpolicy.tiers.identity import namespace_digest, weights_digest
@@ -11,6 +11,7 @@ __all__ = [
     "FileTier",
     "Finished",
     "Key",
+    "LastingTier",
     "Pieces",
     "Tier",
     "Usage",

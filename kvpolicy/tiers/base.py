@@ -7,12 +7,14 @@ blocks before it are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvpolicy.request_marks import Hints
 
 Key = bytes
 Chain = Sequence[Key]
@@ -82,3 +84,28 @@ class Tier(Protocol):
         """Give up these blocks."""
 
     def usage(self) -> Usage: ...
+
+    def wait_idle(self) -> None:
+        """Wait until all stores and loads have ended, so that :meth:`finished` reports them."""
+
+    def close(self) -> None:
+        """Use the medium no more. What has not ended is not reported; its memory is the caller's again."""
+
+
+class LastingTier(Tier, Protocol):
+    """A tier that still has its blocks when the next process opens it, and says which. A server's rank keeps its part
+    of every block in one (``kvpolicy_vllm.plugin.rank_files``)."""
+
+    def digests(self) -> list[bytes]:
+        """Digests of the keys of all blocks that can be loaded; see :func:`kvpolicy.tiers.digest_of_key`."""
+
+    def take_gone(self) -> list[bytes]:
+        """Digests of the keys of blocks that could be loaded and cannot any more, since the last call."""
+
+    def reprice(self, price: Callable[[int], float]) -> None:
+        """What a block saves, by its position in the prompt, from now on."""
+
+    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
+        """A request with this window came with hints, granted to this class, as
+        :meth:`kvpolicy.caching.Hinted.hinted` has it: after :meth:`asked` for a new one, and once more when it has
+        ended."""

@@ -9,6 +9,7 @@ million files, in 16 folders.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.caching import KINDS, ByCost, CachingPolicy
+from kvpolicy.caching import KINDS, ByCost, CachingPolicy, Hinted
 from kvpolicy.errors import InputError
+from kvpolicy.request_marks import HintLimits, Hints
 from kvpolicy.tiers.base import Chain, Finished, Key, Kind, Pieces, Usage
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
 from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, Damaged, digest_of_key
@@ -40,7 +42,7 @@ not there when it was to be loaded."""
 
 
 class FileTier:
-    """KV blocks of ``block_bytes`` bytes each in files below a directory; see :class:`kvpolicy.tiers.Tier`.
+    """KV blocks of ``block_bytes`` bytes each in files below a directory; see :class:`kvpolicy.tiers.LastingTier`.
 
     Made by :meth:`open`. Blocks of a namespace are shared by the processes that use the directory one after the other.
     Of two at the same time each has files of its own, at most ``capacity_bytes`` of them.
@@ -84,12 +86,15 @@ class FileTier:
         policy: str = "lru",
         queue_blocks: int = DEFAULT_QUEUE_BLOCKS,
         threads: int = DEFAULT_THREADS,
+        hints: HintLimits | None = None,
+        block_tokens: int = 1,
     ) -> FileTier:
         """Open a tier, with the blocks that an earlier process left there.
 
         ``namespace``: what decides the bytes of a block beside its key, as JSON. ``policy``: a name of
         :data:`kvpolicy.caching.KINDS`, which blocks to give up. ``queue_blocks``: blocks that wait to be stored, at
-        most.
+        most. ``hints``: how many blocks what requests say may hold, and how long; None: nothing that they say is
+        heeded. ``block_tokens``: tokens of a block, in which prefixes are pinned.
 
         Raises InputError for a directory or an argument that will not do, and OSError where nothing can be written to
         the directory.
@@ -100,7 +105,9 @@ class FileTier:
         try:
             files = BlockFiles(folder, layout)
             files.probe()
-            tier = cls(files, folder, layout, KINDS[policy](capacity_bytes // layout.file_bytes))
+            caching = KINDS[policy](capacity_bytes // layout.file_bytes)
+            heeding = caching if hints is None else Hinted(caching, time.monotonic, block_tokens, hints)
+            tier = cls(files, folder, layout, heeding)
             tier._queue_blocks = queue_blocks
             tier._find_blocks()
             tier._idle = idle_folders(directory, folder.path)
@@ -126,22 +133,27 @@ class FileTier:
     def capacity_blocks(self) -> int:
         return self._policy.capacity
 
+    # ---- the protocol ----
+
     def digests(self) -> list[bytes]:
-        """Digests of the keys of all blocks that can be loaded; see :func:`kvpolicy.tiers.digest_of_key`."""
         return list(self._there)
 
     def take_gone(self) -> list[bytes]:
-        """Digests of the keys of blocks that could be loaded and cannot any more, since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
     def reprice(self, price: Callable[[int], float]) -> None:
-        """What a block saves, by its position in the prompt, from now on; all save the same before the first call. Only
-        the policy ``cost`` goes by it."""
-        if isinstance(self._policy, ByCost):
-            self._policy.reprice(price)
+        """See :meth:`kvpolicy.tiers.LastingTier.reprice`; all blocks save the same before the first call. Only the
+        policy ``cost`` goes by it."""
+        policy = self._policy.inner if isinstance(self._policy, Hinted) else self._policy
+        if isinstance(policy, ByCost):
+            policy.reprice(price)
 
-    # ---- the protocol ----
+    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
+        """See :meth:`kvpolicy.tiers.LastingTier.hinted`; without effect where the tier was opened without limits."""
+        self._settle()
+        if isinstance(self._policy, Hinted):
+            self._policy.hinted([digest_of_key(key) for key in chain], hints, class_name)
 
     def lookup(self, chain: Chain) -> int:
         hits = 0
@@ -213,12 +225,10 @@ class FileTier:
         )
 
     def wait_idle(self) -> None:
-        """Wait until all stores and loads have ended, so that :meth:`finished` reports them."""
         self._threads.wait_idle()
 
     def close(self) -> None:
-        """End what is being written, forget what waits, and leave the folder to the next process. What has not ended is
-        not reported any more; its memory is the caller's again."""
+        """End what is being written, forget what waits, and leave the folder to the next process."""
         self._threads.close()
         for name in self._removing.values():
             with suppress(OSError):

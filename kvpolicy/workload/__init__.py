@@ -32,6 +32,7 @@ from kvpolicy.workload.lengths import (
 from kvpolicy.workload.requests import ClosedLoop, Request, Source, Workload, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, counts_of
 from kvpolicy.workload.servegen import ServeGen
+from kvpolicy.workload.session_hints import Hinting
 from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
 from kvpolicy.workload.sharegpt import ShareGPT
 from kvpolicy.workload.spec import FORMATS, Format, arrivals_at, open_workload
@@ -65,6 +66,7 @@ __all__ = [
     "Gamma",
     "Granted",
     "Groups",
+    "Hinting",
     "Joined",
     "Labelled",
     "Layout",

@@ -148,6 +148,8 @@ class Joined:
                 changed["session"] = f"{number}/{request.session}"
             if request.prefix:
                 changed["prefix"] = tuple(prefix_id * count + number for prefix_id in request.prefix)
+            if request.hints.session is not None:
+                changed["hints"] = replace(request.hints, session=f"{number}.{request.hints.session}")
             if request.loop is not None:
                 named = replace(request.loop, name=f"{number}/{request.loop.name}")
                 changed["loop"] = loops.setdefault(request.loop, named)

@@ -8,7 +8,8 @@
 Options of every workload, in the order in which they are applied: ``window=START-END`` (seconds), ``n`` (number of
 requests from the start), ``rate`` (requests per second) or ``speed`` (a factor), ``scale`` or ``prompt`` and ``output``
 (factors on lengths), ``context`` (tokens; longer requests lose prompt); ``class`` (a name), ``priority`` (lower goes
-first), ``ttft`` and ``tpot`` (deadlines in seconds); ``concurrency`` (requests that are served at a time); ``seed``.
+first), ``ttft`` and ``tpot`` (deadlines in seconds); ``hints`` (sessions, or hindsight: what requests say of their KV
+by their sessions) with ``keep`` (seconds); ``concurrency`` (requests that are served at a time); ``seed``.
 For names, ``rate`` is that of the arrivals, and ``scale=fit`` brings the longest 1% to the context. For sessions, it is
 the rate at which they begin; ``users`` is a number of users with one session after the other instead (``pause``:
 seconds between two). In a join every part may have a ``share`` of the whole's ``n`` and ``rate``.
@@ -46,6 +47,7 @@ from kvpolicy.workload.requests import Source, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate
 from kvpolicy.workload.servegen import COLUMNS as SERVEGEN_COLUMNS
 from kvpolicy.workload.servegen import ServeGen
+from kvpolicy.workload.session_hints import DEFAULT_KEEP_S, Hinting
 from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users, Windows
 from kvpolicy.workload.sharegpt import TOKENS_PER_WORD, ShareGPT
 from kvpolicy.workload.synthetic import SyntheticRequests
@@ -133,6 +135,9 @@ def _finished(source: Source, options: Options) -> Source:
         options.real("tpot"),
     )
     source = labelled if labelled.marks else labelled.inner
+    kind = options.text("hints")
+    if kind is not None:
+        source = Hinting(source, kind, options.real("keep", DEFAULT_KEEP_S) or 0.0)
     concurrency = options.whole("concurrency")
     return source if concurrency is None else Looped(source, concurrency)
 

@@ -136,10 +136,21 @@ def test_a_save_that_failed_leaves_nothing_to_be_found() -> None:
     assert (store.used, store.cached) == (0, 0) and store.cache is not None and len(store.cache) == 0
 
 
+def test_what_a_copy_needed_stays_where_a_save_would_not_pay() -> None:
+    store = HostStore(8, Lru(8))
+    store.worth_saving = lambda blocks: False
+    serve(store, "cd", 30)
+    copy = HostCopy(20)
+    store.add(copy, [("c", 30), ("cd", 31)])
+    assert keys(store.lost([30, 31])) == ["c", "cd"]
+    store.release(copy)
+    assert store.leading(["c", "cd"]) == 2
+
+
 def test_what_is_not_worth_a_load_is_not_stored() -> None:
     """By the length of the longest prompt that a block was in: its beginning alone is of no use."""
     store = HostStore(8, Lru(8))
-    store.worth_storing = lambda blocks: blocks >= 3
+    store.worth_saving = store.worth_keeping = lambda blocks: blocks >= 3
     places = serve(store, "ab", 10) + serve(store, "xyz", 20)
     assert keys(store.lost(places)) == ["x", "xy", "xyz"] and store.counts.refused == 2
     copy = HostCopy(20)
@@ -205,7 +216,7 @@ class Device:
         slots = self.random.randint(1, 10)
         self.store = HostStore(slots, make(slots))
         if seed % 4 == 0:
-            self.store.worth_storing = lambda blocks: blocks > 1
+            self.store.worth_saving = self.store.worth_keeping = lambda blocks: blocks > 1
         self.content: list[Any] = [None] * self.PLACES
         self.weights = 0
         self.host: dict[int, Any] = {}

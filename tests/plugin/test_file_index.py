@@ -9,8 +9,9 @@ import pytest
 
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.host_store import HostBlock, HostStore
+from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
-from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, SHARE, FileIndex
+from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport
 
 SLOTS = 16
@@ -40,7 +41,7 @@ class Core:
         return blocks
 
     def jobs(self) -> tuple[list[FileJob], list[FileJob]]:
-        _, stores, loads = self.index.take_jobs()
+        _, _, stores, loads = self.index.take_jobs()
         return [*stores], [*loads]
 
     def report(self, job: FileJob, failed: Sequence[bytes] = (), ranks: int | None = None) -> None:
@@ -103,9 +104,22 @@ def test_what_is_not_worth_a_load_is_not_stored() -> None:
     core = Core()
     core.pool.given_back(CHAIN, range(3), 3)
     blocks = core.pool.lost(range(3))
-    core.pool.worth_storing = lambda blocks: False
+    core.index.worth_storing = lambda blocks: False
     core.index.saved(blocks)
     assert core.jobs() == ([], [])
+
+
+def test_workers_hear_what_requests_say_of_their_windows() -> None:
+    core = Core()
+    said = Hints(60.0, session="s")
+    core.index.hinted(CHAIN, said, "chat")
+    core.index.hinted([], Hints(session="s", ended=True), "chat")
+    core.index.hinted([], Hints(once=True), "chat")
+    _, hints, _, _ = core.index.take_jobs()
+    assert hints == ((tuple(CHAIN), said, "chat"), ((), Hints(session="s", ended=True), "chat"))
+    core.index.hinted(CHAIN, said, "chat")
+    core.index.forget()
+    assert core.index.take_jobs()[1] == ()
 
 
 def test_files_hold_at_most_a_share_of_the_slots() -> None:
@@ -133,6 +147,14 @@ def test_blocks_come_back_to_host_memory() -> None:
     core.report(job)
     assert core.pool.leading(CHAIN[1:]) == 2 and not core.index.is_coming(b"b") and core.pool.used == 0
     assert core.counts["loaded"] == 2 and core.index.read_s(4) == pytest.approx(1.0)
+    core.now += RENEWED_S
+    assert core.index.read_s(4) == 0.0, "a disk may be faster by now"
+    core.drop_from_host()
+    core.index.fetch(CHAIN, 0, 3)
+    (_, (job,)) = core.jobs()
+    core.now += 3.0
+    core.report(job)
+    assert core.index.read_s(2) == pytest.approx(2.0), "by what was loaded since"
 
 
 def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:

@@ -14,10 +14,11 @@ import torch
 from kvpolicy.caching import ByCost
 from kvpolicy.cost.block_price import sampled
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.request_marks import HintLimits, Hints
 from kvpolicy.tiers import FileTier, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
-from kvpolicy_vllm.plugin.messages import FileJob, FileReport, Job, StepJobs
+from kvpolicy_vllm.plugin.messages import FileHint, FileJob, FileReport, Job, StepJobs
 from kvpolicy_vllm.plugin.rank_files import FOUND_AT_ONCE, RankFiles
 
 SEGMENTS, BLOCKS, ELEMENTS = 3, 6, 512
@@ -71,6 +72,31 @@ def test_a_block_that_does_not_come_cannot_be_loaded(rank: tuple[RankFiles, Inde
     assert reports(files) == [FileReport(1, failed=(digest_of_key(b"a"),))]
     device.load(Job(2, "r", (4,), (5,)))
     assert [load.ok for load in device.poll()] == [False]
+
+
+def test_what_requests_say_of_their_windows_holds_their_files(tmp_path: Path) -> None:
+    """Files for four blocks. A window that is kept stays when others come, until its session has ended."""
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 4 * (2 * 4096), hints=HintLimits(), block_tokens=16)
+    assert tier.capacity_blocks == 4
+    device = copier()
+    device.save(Job(1, "r", (0, 1, 2), (0, 1, 2)))
+    files, window = RankFiles(tier, device), (b"a", b"b")
+    number = 0
+
+    def store(chain: tuple[bytes, ...], *hints: FileHint) -> None:
+        nonlocal number
+        number += 1
+        job = FileJob(number, chain, tuple(range(len(chain))), chain)
+        files.begin(StepJobs(number, prompts=(chain,), file_hints=hints, file_stores=(job,)))
+        reports(files)
+
+    store(window, (window, Hints(60.0, session="s"), "default"))
+    for other in (b"x", b"y", b"z", b"w"):
+        store((other, other + b"2"))
+    assert tier.lookup(window) == 1, "hints of a class hold a quarter at most"
+    store((b"v",), ((), Hints(session="s", ended=True), "default"))
+    assert tier.lookup(window) == 0
+    files.close()
 
 
 def test_what_is_there_already_counts_as_stored(rank: tuple[RankFiles, IndexingCopier]) -> None:

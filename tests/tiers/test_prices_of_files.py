@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from kvpolicy.caching import ByCost
+from kvpolicy.request_marks import HintLimits
 from kvpolicy.tiers import digest_of_key
 from tests.tiers.blocks import content, ended, opened
 
@@ -27,8 +30,10 @@ def cheaper_further_back(position: int) -> float:
     return 1.0 / (1 + position)
 
 
-def kept_in_files(directory: Path, price: object, trace: list[list[bytes]]) -> list[set[bytes]]:
-    tier = opened(directory, BLOCKS, policy="cost", queue_blocks=1000)
+def kept_in_files(
+    directory: Path, price: object, trace: list[list[bytes]], hints: HintLimits | None
+) -> list[set[bytes]]:
+    tier = opened(directory, BLOCKS, policy="cost", queue_blocks=1000, hints=hints)
     if callable(price):
         tier.reprice(price)
     kept = []
@@ -55,10 +60,11 @@ def kept_in_host_memory(price: object, trace: list[list[bytes]]) -> list[set[byt
     return kept
 
 
-def test_files_are_given_up_in_the_order_of_host_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hints", [None, HintLimits()], ids=["plain", "heeding hints"])
+def test_files_are_given_up_in_the_order_of_host_memory(hints: HintLimits | None, tmp_path: Path) -> None:
     trace, ways = prompts(60, 1), []
     for number, price in enumerate((dearer_further_back, cheaper_further_back, None)):
-        in_files = kept_in_files(tmp_path / str(number), price, trace)
+        in_files = kept_in_files(tmp_path / str(number), price, trace, hints)
         assert in_files == kept_in_host_memory(price, trace)
         ways.append(in_files[-1])
     assert ways[0] != ways[1] != ways[2] != ways[0], "prices decide"

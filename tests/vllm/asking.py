@@ -35,8 +35,8 @@ def picture(seed: int) -> Image.Image:
 
 
 def parameters_of(request: dict[str, Any], logprobs: int | None = None) -> SamplingParams:
-    """``pattern``: a regular expression that the answer follows."""
-    pattern = request.get("pattern")
+    """``pattern``: a regular expression that the answer follows; ``says``: of itself, what kvpolicy reads."""
+    pattern, says = request.get("pattern"), request.get("says")
     return SamplingParams(
         temperature=request.get("temperature", 0.0),
         seed=request.get("seed"),
@@ -47,6 +47,7 @@ def parameters_of(request: dict[str, Any], logprobs: int | None = None) -> Sampl
         logprobs=logprobs,
         prompt_logprobs=request.get("prompt_logprobs"),
         structured_outputs=None if pattern is None else StructuredOutputsParams(regex=pattern),
+        extra_args=None if says is None else {"kv_transfer_params": {"kvpolicy": says}},
     )
 
 

@@ -53,7 +53,11 @@ class Servers:
         self.files, self._model, self._folder, self._stock = folder / "kv", model, folder, stock
 
     def job(self, requests: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        """Every second one asks to keep its window."""
         settings = {"cache": "lru", "cache_files": str(self.files), "cache_files_gib": 0.25} | extra
+        for number, request in enumerate(requests):
+            if number % 2:
+                request["says"] = {"keep_s": 60, "session": f"s{number}"}
         return job(
             self._model, requests, SCARCE | {"enable_prefix_caching": True}, scenario="waves",
             plugin=harness.plugin("always-swap", **settings), waves=[[*range(len(requests))]], overwrite=True,
@@ -88,6 +92,7 @@ def test_a_server_finds_what_an_earlier_one_computed(
     assert len(files_of(servers.files)) >= counted(before, "stored")
     assert not list(servers.files.rglob("writing/*"))
     after = servers.serve("second", second)
+    assert harness.total(before, "hinted_blocks", event="held") > 0 == harness.total(before, "hints_failed")
     assert counted(after, "loaded") > 20 and counted(after, "load_failed") == 0
     assert harness.total(after, "cache_loaded_tokens") >= 32 * 10
 

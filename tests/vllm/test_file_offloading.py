@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure", reason="tiers of this vLLM have another interface")
 
+from vllm import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -23,6 +24,9 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from kvpolicy.errors import InputError
 from kvpolicy_vllm.file_offloading import BoundedFileTier
 from tests.tiers.blocks import files_of
+from tests.vllm.alone import made_request
+
+pytestmark = pytest.mark.scheduler
 
 ROW_BYTES = 8192
 CHUNKS = 4
@@ -173,11 +177,24 @@ def test_no_other_server_finds_them(servers: Any, model: Path, other: str, monke
     assert servers(**more).serve(keys_of("a", 3)) == 0
 
 
-def test_groups_and_salts_are_apart(servers: Any) -> None:
+def test_groups_are_apart(servers: Any) -> None:
     server = servers()
     server.serve(keys_of("a", 2))
     server.serve(keys_of("b", 4))
     assert server.serve(keys_of("a", 2, group=1)) == 0
+
+
+def test_salts_are_apart(servers: Any) -> None:
+    """By vLLM's own hashes, which have the salt of the request."""
+    server = servers()
+
+    def keys(salt: str | None) -> list[OffloadKey]:
+        request = made_request(0, [*range(48)], SamplingParams(), cache_salt=salt)
+        return [make_offload_key(one, 0) for one in request.block_hashes]
+
+    assert server.serve(keys("mine")) == 0
+    server.serve(keys_of("b", 4))
+    assert [server.serve(keys(salt)) for salt in ("another", None, "mine", "another", None)] == [0, 0, 3, 3, 3]
 
 
 def test_a_damaged_file_is_computed(servers: Any, tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_an_error_in_deciding_leaves_the_prompt_to_be_computed(model: str, monke
     served = Served(model)
     served.serve(served.request(PROMPT))
     served.push_out()
-    monkeypatch.setattr(served.controller.decider, "loads_hit", lambda situation: 1 / 0)
+    monkeypatch.setattr(served.controller.decider, "loads_hit", lambda *_: 1 / 0)
     request = served.request(PROMPT)
     served.serve(request)
     assert request.num_output_tokens == 4

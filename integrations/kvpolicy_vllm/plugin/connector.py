@@ -17,6 +17,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy.request_marks import HintLimits
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import FileTier
 from kvpolicy_vllm.plugin.assembly import controller_for
@@ -147,7 +148,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             namespace = namespace_of(config, kv_cache, int(config.parallel_config.rank), pieces, layers)
             capacity = int(self.settings.cache_files_gib * GIB) // self._pool_count
             try:
-                tier = FileTier.open(directory, namespace, self.block_bytes, capacity, self.settings.cache_files_policy)
+                tier = FileTier.open(
+                    directory, namespace, self.block_bytes, capacity, self.settings.cache_files_policy,
+                    hints=HintLimits() if self.settings.hints is None else self.settings.hints,
+                    block_tokens=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
+                )  # fmt: skip
             except OSError as error:
                 raise InputError(
                     f"cache_files: nothing can be written to {directory} ({error}); give another folder, or leave "

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
+from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
-from kvpolicy_vllm.plugin.messages import FileJob, FileReport
+from kvpolicy_vllm.plugin.messages import FileHint, FileJob, FileReport
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -23,6 +24,8 @@ MAX_WAIT_S = 10.0
 """A request waits so long for its blocks to come from files, and is computed then. What not all ranks have reported for
 so long is late."""
 WARNING_EVERY_S = 60.0
+RENEWED_S = 600.0
+"""How long files took counts for so long after the last load: a disk that was too slow is tried again then."""
 Count = Callable[[str, int], None]
 
 
@@ -67,9 +70,13 @@ class FileIndex:
         self._numbers = 0
         self._held = 0
         self._prompts: list[tuple[bytes, ...]] = []
+        self._hints: list[FileHint] = []
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
-        self._read_s = self._read_bytes = 0.0
+        self._read_s = self._read_bytes = self._read_until_s = 0.0
+        self.worth_storing: Callable[[int], bool] = lambda blocks: True
+        """Whether blocks of a chain of so many blocks are stored: where reading and loading all of them would cost more
+        than computing them, none is."""
 
     @property
     def under_way(self) -> bool:
@@ -96,13 +103,20 @@ class FileIndex:
         return count
 
     def read_s(self, blocks: int) -> float:
-        """Expected seconds until so many blocks are in host memory; 0 before any was loaded."""
-        return self._read_s / self._read_bytes * blocks * self._block_bytes if self._read_bytes else 0.0
+        """Expected seconds until so many blocks are in host memory; 0 where none was loaded for long."""
+        if self._clock() >= self._read_until_s:
+            return 0.0
+        return self._read_s / self._read_bytes * blocks * self._block_bytes
 
     def arrived(self, chain: Sequence[bytes]) -> None:
         """A new request has this prompt."""
         if chain:
             self._prompts.append(tuple(self._salt + key for key in chain))
+
+    def hinted(self, chain: Sequence[bytes], hints: Hints, class_name: str) -> None:
+        """A request with this window came with hints, granted to this class."""
+        if chain or hints.session is not None:
+            self._hints.append((tuple(self._salt + key for key in chain), hints, class_name))
 
     def saved(self, blocks: Iterable[HostBlock]) -> None:
         """These contents have come to host memory: store those that may be of use and that files do not have."""
@@ -123,7 +137,7 @@ class FileIndex:
             return False
         key = self._salt + block.key
         known = key in self._storing or self._there.get(digest_of_key(key), 0) >= self._ranks
-        return not known and self._pool.worth_storing(block.node.reach)
+        return not known and self.worth_storing(block.node.reach)
 
     def _store(self, run: list[HostBlock]) -> None:
         room = self._room()
@@ -188,10 +202,12 @@ class FileIndex:
                 "host slots stay in use until they do (counted as cache_blocks, event 'late')", MAX_WAIT_S, slots
             )  # fmt: skip
 
-    def take_jobs(self) -> tuple[tuple[tuple[bytes, ...], ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
-        """Keys of prompts that have arrived, stores and loads, since the last call."""
-        taken = tuple(self._prompts), tuple(self._stores), tuple(self._loads)
-        self._prompts, self._stores, self._loads = [], [], []
+    def take_jobs(
+        self,
+    ) -> tuple[tuple[tuple[bytes, ...], ...], tuple[FileHint, ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
+        """Keys of prompts that have arrived, hints, stores and loads, since the last call."""
+        taken = tuple(self._prompts), tuple(self._hints), tuple(self._stores), tuple(self._loads)
+        self._prompts, self._hints, self._stores, self._loads = [], [], [], []
         return taken
 
     def acknowledge(self, reports: Iterable[FileReport]) -> None:
@@ -217,7 +233,7 @@ class FileIndex:
         self._salt = uuid.uuid4().bytes
         self._there.clear()
         self._coming.clear()
-        self._prompts = []
+        self._prompts, self._hints = [], []
         for under in (*self._under.values(), *self._late.values()):
             under.failed.update(map(digest_of_key, under.keys))
 
@@ -257,7 +273,11 @@ class FileIndex:
         right = [block for block, ok in zip(under.blocks, done, strict=True) if ok]
         places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]
         self._pool.brought(under.chain, places, right)
-        self._read_s += self._clock() - under.began_s
+        now = self._clock()
+        if now >= self._read_until_s:
+            self._read_s = self._read_bytes = 0.0
+        self._read_until_s = now + RENEWED_S
+        self._read_s += now - under.began_s
         self._read_bytes += len(done) * self._block_bytes
         self._count("loaded", len(right))
         self._count("load_failed", len(done) - len(right))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpolicy.events import Direction, Transfer
+from kvpolicy.request_marks import Hints
 
 __all__ = [
     "NO_REQUEST",
@@ -84,6 +85,10 @@ class Forward:
     """None where timing it failed."""
 
 
+FileHint = tuple[tuple[bytes, ...], Hints, str]
+"""Keys of the blocks of a request's window, the hints about it, and the class that they are granted to."""
+
+
 @dataclass(slots=True)
 class StepJobs:
     """From scheduler to workers. Saves come before loads."""
@@ -102,6 +107,8 @@ class StepJobs:
     before the worker goes on."""
     prompts: tuple[tuple[bytes, ...], ...] = ()
     """Keys of the blocks of requests that have arrived, for the policy of files."""
+    file_hints: tuple[FileHint, ...] = ()
+    """What requests that have arrived or ended say of their windows, for the same policy."""
     file_prices: tuple[float, ...] = ()
     """What blocks of files save, from :func:`kvpolicy.cost.block_price.sampled`; empty where nothing has changed."""
     file_stores: tuple[FileJob, ...] = ()

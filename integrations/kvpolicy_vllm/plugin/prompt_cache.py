@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -62,14 +63,15 @@ class PromptCache:
         """By request that waits."""
         self.prices: BlockPrices | None = None
         """Those of the caching policy, kept up to date with the policy of the server."""
-        self._worth: dict[int, bool] = {}
+        self._worth: dict[tuple[int, bool, bool], bool] = {}
         self._worth_until, self._decides = 0, (decider.policy, decider.shadow)
         self._now: Callable[[], float] = lambda: 0.0
         self._stale: set[str] = set()
         """Requests that hold blocks computed before the last reset, which are not what their keys stand for."""
         self._hinted: dict[str, int] = {}
         self._counted = {"stored": 0, "refused": 0, "evicted": 0}
-        copies.pool.worth_storing = self._is_worth_storing
+        copies.pool.worth_saving = partial(self._is_worth_storing, saved=True)
+        copies.pool.worth_keeping = self._is_worth_storing
         self.files: FileIndex | None = None
         """None where prompts are not in files; see :meth:`keep_files`."""
         self._files_by_price = self._unpriced = False
@@ -86,6 +88,7 @@ class PromptCache:
                 self._tally.add("cache_blocks", blocks, tier=FILE_TIER, event=event)
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
+        self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
         self._copies.saved = self.files.saved
         self._files_by_price = self._unpriced = by_price
 
@@ -118,9 +121,9 @@ class PromptCache:
         prompt = [self._key_of(value) for value in request.block_hashes]
         self._asked_blocks[request.request_id] = len(prompt)
         self._copies.pool.asked(prompt)
-        self._heed_hints(request, prompt)
         if self.files is not None:
             self.files.arrived(prompt)
+        self._heed_hints(request, prompt)
 
     def _heed_hints(self, request: Any, chain: Sequence[bytes]) -> None:
         """Let the policy know what the request says of its window."""
@@ -129,6 +132,8 @@ class PromptCache:
         try:
             marks = self._marks.of(request)
             self._copies.pool.hinted(chain, marks.hints, marks.class_name)
+            if self.files is not None and marks.hints:
+                self.files.hinted(chain, marks.hints, marks.class_name)
         # The boundary between clients and a server: a hint that cannot be heeded is none.
         except Exception:  # noqa: BLE001
             self._tally.add("hints_failed")
@@ -234,11 +239,13 @@ class PromptCache:
 
     def with_files(self, jobs: StepJobs) -> StepJobs:
         """A step's jobs, with those that concern files."""
-        prompts, stores, loads = ((), (), ()) if self.files is None else self.files.take_jobs()
+        prompts, hints, stores, loads = ((), (), (), ()) if self.files is None else self.files.take_jobs()
         prices = self._file_prices() if self._unpriced else ()
-        if not (prompts or stores or loads or prices):
+        if not (prompts or hints or stores or loads or prices):
             return jobs
-        return replace(jobs, prompts=prompts, file_prices=prices, file_stores=stores, file_loads=loads)
+        return replace(
+            jobs, prompts=prompts, file_hints=hints, file_prices=prices, file_stores=stores, file_loads=loads
+        )
 
     def _file_prices(self) -> tuple[float, ...]:
         """What a block in files saves, by its place: as one in host memory, less the time that it takes there."""
@@ -285,27 +292,34 @@ class PromptCache:
 
     # ---- prices ----
 
-    def _is_worth_loading(self, request: Any, asked: tuple[int, int, int], read_s: float = 0.0) -> bool:
-        """``read_s``: seconds that the request waits first, for files."""
+    def _is_worth_loading(
+        self, request: Any, asked: tuple[int, int, int], read_s: float = 0.0, save_blocks: int = 0
+    ) -> bool:
+        """``read_s``: seconds that the request waits first, for files. ``save_blocks``: blocks that have to be saved
+        before."""
         local_tokens, blocks, _ = asked
         try:
             situation = prompt_situation(
-                self._scheduler, self._copies, local_tokens + blocks * self._size, local_tokens, self._now(), request
-            )
-            loads = self._decider.loads_hit(situation)
-            costs = self._decider.hit_costs(situation) if loads and read_s else None
-            return loads and (costs is None or costs[0] > costs[1] + read_s)
+                self._scheduler, self._copies, local_tokens + blocks * self._size, local_tokens, self._now(), request,
+                save_blocks,
+            )  # fmt: skip
+            return self._decider.loads_hit(situation, read_s)
         # The boundary between a policy and a server: a prompt can always be computed.
         except Exception:  # noqa: BLE001
             self._tally.add("cache_undecided")
             self._complain("deciding whether to load a prompt failed; it is computed (counted as cache_undecided)")
             return False
 
-    def _is_worth_storing(self, blocks: int) -> bool:
-        """Whether a request would load that many leading blocks, if nothing else were under way."""
-        known = self._worth.get(blocks)
+    def _is_worth_storing(self, blocks: int, saved: bool = False, from_files: bool = False) -> bool:
+        """Whether a request would load that many leading blocks, if nothing else were under way. ``saved``: whether
+        they have to be saved to host memory before. ``from_files``: whether they have to be read from files."""
+        asked = blocks, saved, from_files
+        known = self._worth.get(asked)
         if known is None:
-            known = self._worth[blocks] = self._is_worth_loading(None, (0, blocks, 0))
+            read_s = self.files.read_s(blocks) if from_files and self.files is not None else 0.0
+            known = self._worth[asked] = self._is_worth_loading(
+                None, (0, blocks, 0), read_s, save_blocks=blocks if saved else 0
+            )
         return known and not self._copies.health.suspended(self._now())
 
     @property

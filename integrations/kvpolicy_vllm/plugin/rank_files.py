@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvpolicy.cost.block_price import interpolated
-from kvpolicy.tiers import FileTier, Pieces, digest_of_key
+from kvpolicy.tiers import LastingTier, Pieces, digest_of_key
 from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Copier
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport, StepJobs
 
@@ -21,7 +21,7 @@ FOUND_AT_ONCE = 20_000
 class RankFiles:
     """The files of one rank. A job names blocks and host slots; every job is reported once, whatever happens to it."""
 
-    def __init__(self, tier: FileTier, copier: Copier) -> None:
+    def __init__(self, tier: LastingTier, copier: Copier) -> None:
         self._tier, self._copier = tier, copier
         self._memory = host_rows(copier)
         self._reports: list[FileReport] = []
@@ -52,6 +52,8 @@ class RankFiles:
                 self._tier.reprice(interpolated(jobs.file_prices))
             for prompt in jobs.prompts:
                 self._tier.asked(prompt)
+            for hint in jobs.file_hints:
+                self._tier.hinted(*hint)
             for job in jobs.file_stores:
                 self._store(job)
             for job in jobs.file_loads:

@@ -156,12 +156,19 @@ def situation_of(
 
 
 def prompt_situation(
-    scheduler: Any, copies: CopyBook, total_tokens: int, local_tokens: int, now: float, request: Any = None
+    scheduler: Any,
+    copies: CopyBook,
+    total_tokens: int,
+    local_tokens: int,
+    now: float,
+    request: Any = None,
+    save_blocks: int = 0,
 ) -> Preemption:
     """The situation of a request that goes on in host memory up to ``total_tokens``, as if it had been preempted there:
     ``local_tokens`` are on the device, the others are to be loaded, or computed.
 
-    ``request``: None for one that is not there yet. O(running requests).
+    ``request``: None for one that is not there yet, for which no other copy is under way. ``save_blocks``: blocks that
+    have to be saved before. O(running requests).
     """
     size, pool = int(scheduler.block_size), scheduler.kv_cache_manager.block_pool
     local_blocks, running = local_tokens // size, scheduler.running
@@ -178,7 +185,7 @@ def prompt_situation(
         shared_blocks=0,
         hashed_blocks=local_blocks,
         hit_blocks=float(local_blocks),
-        save_blocks=0.0,
+        save_blocks=float(save_blocks),
         device_blocks=pool.num_gpu_blocks,
         free_blocks=pool.get_num_free_blocks(),
         short_blocks=0,
@@ -187,8 +194,8 @@ def prompt_situation(
         running_requests=len(running),
         waiting_requests=max(0, waiting),
         batch_tokens=sum(other.num_computed_tokens for other in running),
-        queued_save_bytes=copies.queued_bytes("save"),
-        queued_load_bytes=copies.queued_bytes("load"),
+        queued_save_bytes=0 if request is None else copies.queued_bytes("save"),
+        queued_load_bytes=0 if request is None else copies.queued_bytes("load"),
         earlier_preemptions=0 if request is None else request.num_preemptions,
         priority=0 if request is None else request.priority,
         cause="memory",

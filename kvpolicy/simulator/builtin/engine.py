@@ -68,7 +68,10 @@ class Engine:
         self.scheduler = Scheduler(
             server, pool, self.copies, victims, self._preempting, self._admitted, self.ordering, self.reads.delays
         )
-        self.copies.store_only_where(partial(decided.worth_storing, scheduler=self.scheduler, copies=self.copies))
+        worth = partial(decided.worth_storing, scheduler=self.scheduler, copies=self.copies)
+        self.copies.store_only_where(worth_saving=partial(worth, saved=True), worth_keeping=worth)
+        if files is not None:
+            files.worth_writing = worth
         self.copies.loads = partial(decided.loads, scheduler=self.scheduler, copies=self.copies)
         self.copies.loads_hit = partial(decided.loads_hit, scheduler=self.scheduler, copies=self.copies)
         self.reads.worth = partial(decided.reads, scheduler=self.scheduler, copies=self.copies)

@@ -7,10 +7,12 @@ for its read before it is admitted; what was read is loaded from a buffer then, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from kvpolicy.caching import CachingPolicy
+from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching.base import Chain, Key
+from kvpolicy.caching.tree import reach_of
+from kvpolicy.request_marks import Hints
 from kvpolicy.simulator.base import LowerTiers
 
 
@@ -31,6 +33,8 @@ class FileTier:
         """When each write ends, and its block; those that have ended are removed when the next one comes."""
         self._writing: set[Key] = set()
         self._written_s = self._read_s = 0.0
+        self.worth_writing: Callable[[int, float], bool] = lambda blocks, read_s: True
+        """Whether blocks of a chain of so many blocks are written, all of which are read again in so many seconds."""
 
     def asked(self, chain: Chain) -> None:
         """A new request has this prompt."""
@@ -39,6 +43,11 @@ class FileTier:
     def extended(self, chain: Chain, asked: int) -> None:
         """See :meth:`kvpolicy.caching.CachingPolicy.extended`."""
         self._policy.extended(chain, asked)
+
+    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
+        """See :meth:`kvpolicy.caching.Hinted.hinted`; without effect where the policy heeds none."""
+        if isinstance(self._policy, Hinted):
+            self._policy.hinted(chain, hints, class_name)
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many of these blocks are in files, up to the first one that is not."""
@@ -51,10 +60,14 @@ class FileTier:
         return count
 
     def write(self, chain: Chain, position: int) -> None:
-        """A block of the chain leaves host memory: write it, unless it is there or the queue is full."""
+        """A block of the chain leaves host memory: write it, unless it is there, or it would be computed rather than
+        read, or the queue is full."""
         key = chain[position]
         self._end_writes()
         if key in self._policy:
+            return
+        reach = reach_of(chain)
+        if not self.worth_writing(reach, self._alone_s(reach)):
             return
         if len(self._writes) >= self._cache.file_queue_blocks:
             self.left_out += 1
@@ -68,7 +81,11 @@ class FileTier:
 
     def read_s(self, blocks: int) -> float:
         """Seconds until so many blocks were read, beginning now, with those before them in the queue."""
-        return max(0.0, self._read_s - self.now_s) + self._cache.file_latency_s + blocks * self._block_s
+        return max(0.0, self._read_s - self.now_s) + self._alone_s(blocks)
+
+    def _alone_s(self, blocks: int) -> float:
+        """Seconds of a read of so many blocks if nothing else were under way."""
+        return self._cache.file_latency_s + blocks * self._block_s
 
     def read(self, blocks: int) -> float:
         """Queue a read of so many blocks; return when it ends."""

@@ -101,9 +101,9 @@ class HostPool:
 
     # ---- what no copy needs ----
 
-    def store_only_where(self, worth: Callable[[int], bool]) -> None:
-        """Store blocks of a chain of so many blocks only where this says that it is worth it."""
-        self._store.worth_storing = worth
+    def store_only_where(self, worth_saving: Callable[[int], bool], worth_keeping: Callable[[int], bool]) -> None:
+        """See :attr:`kvpolicy.host_store.HostStore.worth_saving`, and the other one."""
+        self._store.worth_saving, self._store.worth_keeping = worth_saving, worth_keeping
 
     def asked(self, live: LiveRequest) -> None:
         """A request has arrived. Without effect where nothing is cached, as all of these."""

@@ -14,11 +14,11 @@ from kvpolicy.simulator.builtin.live_request import LiveRequest
 
 
 class HintedPool(HostPool):
-    """A host pool whose caching policy heeds the hints of requests."""
+    """A host pool whose caching policy heeds the hints of requests, as that of the files below it does."""
 
-    def __init__(self, server: Server, cache: Hinted, pool: Pool) -> None:
+    def __init__(self, server: Server, cache: Hinted, pool: Pool, files: FileTier | None) -> None:
         super().__init__(server, cache, pool.keys)
-        self._server, self._keys = server, pool.keys
+        self._server, self._keys, self._files = server, pool.keys, files
 
     def asked(self, live: LiveRequest) -> None:
         super().asked(live)
@@ -38,6 +38,8 @@ class HintedPool(HostPool):
         if live.request.hints:
             chain = self._keys(live, tokens // self._server.block_size)
             self._store.hinted(chain, live.request.hints, live.request.class_name)
+            if self._files is not None:
+                self._files.hinted(chain, live.request.hints, live.request.class_name)
 
 
 MakeCaching = Callable[[int], CachingPolicy]
@@ -68,9 +70,9 @@ def host_pool(
     if cache.file_blocks:
         below = caching.load(cache.policy, cache.file_blocks, price, allow_python=True)
         assert below is not None
-        files = FileTier(cache, server.block_bytes, below)
+        files = FileTier(cache, server.block_bytes, Hinted(below, clock, server.block_size, cache.hints))
         above = Demoting(above, files)
-    copies = HintedPool(server, Hinted(above, clock, server.block_size, cache.hints), pool)
+    copies = HintedPool(server, Hinted(above, clock, server.block_size, cache.hints), pool, files)
     pool.given_back = copies.given_back
     return copies, files
 

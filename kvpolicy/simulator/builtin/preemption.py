@@ -43,8 +43,8 @@ class Preemptions:
         self.survival = Survival()
         self._count = 0
         self._closing: list[Account] = []
-        self._worth: dict[int, bool] = {}
-        """Whether blocks of a chain of so many are worth storing; as all of these until :data:`RENEWED_STEPS` are over.
+        self._worth: dict[tuple[int, bool, float], bool] = {}
+        """What :meth:`worth_storing` was asked, and the answer; as all of these until :data:`RENEWED_STEPS` are over.
         """
         self._hits: dict[LiveRequest, tuple[tuple[int, int, int], bool]] = {}
         """Of waiting requests: what was asked about a hit last (see :meth:`loads_hit`), and the answer."""
@@ -65,12 +65,18 @@ class Preemptions:
             self._block_price = block_price(predict, server.block_size, server.block_bytes, server.segment_bytes)
         return self._block_price(index)
 
-    def worth_storing(self, blocks: int, scheduler: Scheduler, copies: HostPool) -> bool:
-        """Whether a request would load so many leading blocks."""
-        known = self._worth.get(blocks)
+    def worth_storing(
+        self, blocks: int, read_s: float = 0.0, *, scheduler: Scheduler, copies: HostPool, saved: bool = False
+    ) -> bool:
+        """Whether a request would load so many leading blocks, if nothing else were under way. ``read_s``: seconds that
+        it waits first, for files. ``saved``: whether they have to be saved to host memory before."""
+        asked = blocks, saved, read_s
+        known = self._worth.get(asked)
         if known is None:
             situation = hit_situation(None, blocks * self._server.block_size, 0, scheduler, copies, self._server)
-            known = self._worth[blocks] = self._decider.loads_hit(situation)
+            if saved:
+                situation = replace(situation, save_blocks=float(blocks))
+            known = self._worth[asked] = self._decider.loads_hit(situation, read_s)
         return known
 
     def preempting(
@@ -167,8 +173,7 @@ class Preemptions:
         """Whether it reads what it has in files, which takes so many seconds, before it loads all beyond the local hit:
         it does unless computing that is predicted to take less."""
         situation = hit_situation(live, total_tokens, local, scheduler, copies, self._server)
-        compute_s = self._decider.price(situation, "recompute alone")
-        return (compute_s is None or compute_s > read_s) and self._decider.loads_hit(situation)
+        return self._decider.loads_hit(situation, read_s)
 
     def not_loaded(self, live: LiveRequest, copies: HostPool) -> None:
         """The request was admitted without a load: its copy is not needed, or it is better to compute the rest."""
@@ -312,7 +317,7 @@ def hit_situation(
 ) -> Preemption:
     """The situation of a request that is about to be admitted and whose first ``total_tokens`` are all on the device,
     the ``local`` ones, or in host memory: as :func:`kvpolicy.policy.decision.at_resume` has it for a copy. None: one
-    that is not there yet."""
+    that is not there yet, for which no other copy is under way."""
     size, running = server.block_size, scheduler.running
     return Preemption(
         time_s=0.0,
@@ -335,8 +340,8 @@ def hit_situation(
         running_requests=len(running),
         waiting_requests=scheduler.waiting_requests,
         batch_tokens=sum(other.computed for other in running),
-        queued_save_bytes=copies.queued_bytes("save"),
-        queued_load_bytes=copies.queued_bytes("load"),
+        queued_save_bytes=0 if live is None else copies.queued_bytes("save"),
+        queued_load_bytes=0 if live is None else copies.queued_bytes("load"),
         earlier_preemptions=0 if live is None else live.preemptions,
         priority=0 if live is None else live.request.priority,
         cause="memory",

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvpolicy.caching import Hinted
 from kvpolicy.caching.by_use import Lru
+from kvpolicy.caching.tree import Tree
 from kvpolicy.prefix_hits import PrefixHits
+from kvpolicy.request_marks import HintLimits, Hints
 from kvpolicy.simulator import LowerTiers
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
 from tests.simulator.builtin.test_lower_tiers import BYTES, SERVER, run, talks
@@ -86,9 +89,61 @@ def test_a_request_waits_for_its_read_and_loads_it_then() -> None:
     assert last["first_token_s"] - 4.0 > read_s + 5e-3 + 16e-4
 
 
-def test_a_read_that_takes_longer_than_computing_is_not_begun() -> None:
-    cache = replace(CACHE, file_blocks=40, file_queue_blocks=40, file_latency_s=30.0)
+def test_a_window_that_is_to_be_kept_stays_in_files() -> None:
+    files = FileTier(CACHE, BYTES, Hinted(Lru(4), lambda: files.now_s, 16, HintLimits(share=0.5, class_share=0.5)))
+
+    def write(chain: str) -> None:
+        files.now_s += 1.0
+        files.asked(chain)
+        files.hinted(chain, Hints(keep_s=60.0) if chain == "ab" else Hints(), "default")
+        for position in range(len(chain)):
+            files.write(chain, position)
+
+    for chain in ("ab", "cd", "ef", "gh"):
+        write(chain)
+    files.now_s += 1.0
+    assert [files.leading(chain) for chain in ("ab", "cd", "ef", "gh")] == [2, 0, 0, 2]
+    files.now_s = 100.0
+    write("xy")
+    files.now_s += 1.0
+    assert files.leading("ab") == 0
+
+
+def test_files_hear_of_hints_as_host_memory_does() -> None:
+    """Host memory may hold four blocks of a window, files all of it."""
+    cache = replace(CACHE, file_blocks=12, file_queue_blocks=40, hints=HintLimits(share=0.8, class_share=0.8))
+    server = replace(SERVER, host_blocks=6, cache=cache)
+    work = talks(1, 2, 3, 4, 5, 6, 7, 1)
+    kept = replace(work.requests[0], hints=Hints(keep_s=60.0))
+    plain, held = (run(one, server) for one in (work, replace(work, requests=(kept, *work.requests[1:]))))
+    assert plain.summary.prefix_hits.found_tokens == 0
+    assert held.summary.prefix_hits.found_tokens == 80 > held.summary.prefix_hits.host_tokens
+
+
+@pytest.mark.parametrize("latency_s", [0.001, 30.0], ids=["fast", "slow"])
+def test_only_what_is_read_faster_than_computed_is_written(latency_s: float) -> None:
+    """Six blocks take 9.6 ms to compute."""
+    cache = replace(CACHE, file_blocks=40, file_queue_blocks=40, file_latency_s=latency_s)
     server = replace(SERVER, host_blocks=6, cache=cache)
     priced = "python:tests.priced:Priced"
     hits = run(talks(1, 2, 3, 4, 1, gap_s=300.0), server, spec=priced).summary.prefix_hits
-    assert hits.file_tokens > 0 == hits.loaded_tokens - hits.host_tokens
+    assert (hits.file_tokens > 0) == (latency_s < 1.0) == (hits.loaded_tokens > hits.host_tokens)
+
+
+def test_a_block_is_judged_by_the_longest_chain_that_it_is_in() -> None:
+    files, asked, tree = tier(), [], Tree()
+    files.worth_writing = lambda blocks, read_s: bool(asked.append((blocks, pytest.approx(read_s))))
+    first, *_ = tree.nodes("abc")
+    files.write(first.chain, 0)
+    assert asked == [(3, 0.004)] and not files.leading("abc")
+
+
+def test_a_read_that_takes_longer_than_computing_and_loading_is_not_begun() -> None:
+    """Reading what is in files of one prompt takes less than computing it, but not behind that of another one."""
+    cache = replace(CACHE, file_blocks=40, file_queue_blocks=40)
+    server = replace(SERVER, host_blocks=6, cache=cache)
+    priced = "python:tests.priced:Priced"
+    work = talks(1, 2, 3, 4, 1, 2)
+    together = replace(work, requests=(*work.requests[:5], replace(work.requests[5], arrival_s=4.0)))
+    alone, behind = (run(one, server, spec=priced).summary.prefix_hits for one in (work, together))
+    assert alone.loaded_tokens == alone.host_tokens + alone.file_tokens > behind.loaded_tokens > 0

@@ -15,6 +15,7 @@ from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.builtin.blocks import shared_keys
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.workload import Request, Workload
+from tests.priced import Priced
 
 BLOCK, BYTES = 16, 1000
 SERVER = Server(BLOCK, BYTES, 10, 40, cache=LowerTiers("lru"))
@@ -62,6 +63,12 @@ def test_a_policy_that_always_recomputes_stores_nothing_for_others() -> None:
     """As in a server: what would not be loaded is not saved."""
     summary = run(talks(1, 2, 3, 1), spec="always-recompute").summary
     assert summary.prefix_hits == PrefixHits(4 * 96) and summary.moved_bytes == 0
+
+
+@pytest.mark.parametrize("block_s", [5e-4, 1.0], ids=["cheap", "dear"])
+def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(block_s: float) -> None:
+    hits = PLAIN.run(talks(1, 2, 3, 1), Priced(block_s=block_s), SERVER, TIMES).summary.prefix_hits
+    assert hits.host_tokens == (80 if block_s < 1.0 else 0)
 
 
 def test_without_a_cache_nothing_is_in_host_memory() -> None:

@@ -1,0 +1,112 @@
+"""Prompts in files by vLLM's own scheduler and hashes, without an engine: which are stored, and who finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvpolicy.request_marks import Hints
+from kvpolicy_vllm.plugin.messages import FileHint, FileReport, Transfers
+from tests.priced import Priced
+from tests.vllm import alone, harness
+from tests.vllm.test_prompt_cache import PROMPT, Served
+
+pytestmark = pytest.mark.scheduler
+
+
+class Rank(alone.Worker):
+    """Its files take every block, and loads of them ``load_s`` seconds of the clock of the scheduler."""
+
+    def __init__(self, load_s: float) -> None:
+        super().__init__(late=0)
+        self.load_s, self.now_s = load_s, 0.0
+        self.reports = [FileReport(ready=True)]
+        self.hints: list[FileHint] = []
+
+    def _copies(self, jobs: Any) -> KVConnectorOutput | None:
+        output = super()._copies(jobs) or KVConnectorOutput()
+        if jobs is not None:
+            self.hints += jobs.file_hints
+            self.now_s += self.load_s * len(jobs.file_loads)
+            self.reports += [FileReport(job.number) for job in (*jobs.file_stores, *jobs.file_loads)]
+        copies = output.kv_connector_worker_meta or Transfers()
+        output.kv_connector_worker_meta, self.reports = Transfers(copies.done, self.reports), []
+        return output
+
+
+class WithFiles(Served):
+    def __init__(self, model: str, load_s: float = 0.001) -> None:
+        super().__init__(model)
+        self.worker: Rank = Rank(load_s)
+        self.controller.clock = lambda: self.worker.now_s
+        self.controller.decider.adopt(Priced())
+        self.controller.prompts.keep_files(ranks=1)
+
+    def in_files(self, request: Any) -> int:
+        prompts = self.controller.prompts
+        return int(prompts.files.leading(map(prompts._key_of, request.block_hashes)))
+
+    def push_out_of_host_memory(self) -> None:
+        pool = self.controller.copies.pool
+        for key in pool.cache.evict(pool.cached, ()):
+            pool._evicted(pool._by_key[key])
+
+
+def test_a_salt_finds_its_own_blocks_only(model: str) -> None:
+    served = WithFiles(model)
+    plain = [*range(300, 400)]
+    served.serve(
+        served.request(PROMPT, cache_salt="one"), served.request([*PROMPT[:50], *plain], cache_salt="two"),
+        served.request(plain),
+    )  # fmt: skip
+    served.push_out()
+    served.push_out_of_host_memory()
+    assert served.in_files(served.request(PROMPT, cache_salt="one")) == 6
+    assert served.in_files(served.request(PROMPT, cache_salt="two")) == 3, "those that it has stored itself"
+    assert served.in_files(served.request(PROMPT)) == 0
+    assert served.in_files(served.request(plain)) == 6
+    assert served.in_files(served.request(plain, cache_salt="one")) == 0
+    served.serve(served.request(PROMPT), served.request(plain, cache_salt="one"))
+    assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded") == 0
+    served.serve(served.request(PROMPT, cache_salt="one"))
+    assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded") == 6
+
+
+@pytest.mark.parametrize("load_s", [0.001, 1.0], ids=["fast", "slow"])
+def test_only_what_is_loaded_faster_than_computed_is_stored(load_s: float, model: str) -> None:
+    """Six blocks take 9.6 ms to compute. How long files take is known once something was loaded from them."""
+    served = WithFiles(model, load_s)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    served.push_out_of_host_memory()
+    served.serve(served.request(PROMPT))
+    loaded = harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded")
+    assert loaded == 6 and served.controller.prompts.files.read_s(6) == pytest.approx(load_s)
+    later = [*range(300, 450)]
+    served.serve(served.request(later))
+    served.push_out()
+    assert served.found(served.request(later)) == 144, "they are in host memory, which is as fast as ever"
+    assert served.in_files(served.request(later)) == (9 if load_s < 0.01 else 0)
+
+
+def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_has_ended(model: str) -> None:
+    served = WithFiles(model)
+    said = served.request(PROMPT)
+    said.kv_transfer_params = {"kvpolicy": {"keep_s": 60, "session": "s"}}
+    served.serve(said, served.request([1, 2, 3]))
+    first, last = served.worker.hints
+    keys = tuple(map(served.controller.prompts._key_of, said.block_hashes))
+    assert first == last == (keys, Hints(60.0, session="s"), "default") and len(keys) == 6
+
+
+def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(model: str) -> None:
+    served = WithFiles(model)
+    served.controller.decider.adopt(Priced(block_s=1.0))
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == served.in_files(served.request(PROMPT)) == 0
