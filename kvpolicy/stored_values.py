@@ -6,6 +6,7 @@ the file's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from math import isfinite
@@ -27,17 +28,43 @@ class FieldMissing(InputError):
 
 
 MAX_JSON_BYTES = 64 << 20
-"""Maximum size of a JSON file that is read whole; a cost model has a few megabytes at most."""
+"""Maximum size of a file of text, as JSON or YAML, that is read whole; a cost model has a few megabytes at most."""
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The content of a JSON file. Raises OSError where it cannot be read; InputError, without the file's name, where it
-    is larger than ``max_bytes``, is no JSON, or is nested too deeply."""
+def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """A file's content. Raises OSError where it cannot be read; InputError, without the file's name, where it is larger
+    than ``max_bytes``."""
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise InputError(f"is larger than {max_bytes:,} bytes, which is the most that is read")
-    return json_of(content)
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """A text file's content, its line ends as they are. Raises as :func:`read_bytes`; InputError where it is no
+    UTF-8."""
+    try:
+        return read_bytes(path, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"is no text in UTF-8: {error}") from None
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The content of a JSON file. Raises as :func:`read_bytes`; InputError, without the file's name, where it is no
+    JSON, or is nested too deeply."""
+    return json_of(read_bytes(path, max_bytes))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file could not be read, for a message that names the file already."""
+    return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file of any size, in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_of(text: str | bytes) -> Any:

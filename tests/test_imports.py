@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
-    ("fields", "shelf", "stats", "stored_values"),
+    ("fields", "shelf", "stats", "stored_tables", "stored_values"),
     ("events", "overflow", "prefix_hits", "shape", "regression", "extensions", "code_digest", "request_marks"),
     ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "client", "trace"),

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.stored_values import sha256_of
 from kvpolicy.version import __version__
 from kvpolicy.workload.join_text import files_of
 
@@ -37,8 +38,7 @@ def path_digest(path: Path) -> str:
 @cache
 def _file_digest(path: Path, changed_ns: int, size_bytes: int) -> str:
     """SHA-256 of the file, which is read once per process unless it has changed."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 @cache
