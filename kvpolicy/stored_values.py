@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.errors import InputError
+from kvpolicy.errors import InputError, KVPolicyError
 
 
 class FieldMissing(InputError):
@@ -57,14 +57,50 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file could not be read, for a message that names the file already."""
-    return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
+    """What is wrong with a file, for a message that names it already: the error of reading it, or the one that its
+    content led to."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    if isinstance(error, KVPolicyError):
+        return str(error)
+    if isinstance(error, KeyError) and error.args:
+        return f"field {error.args[0]} is missing"
+    return f"a field is of an unexpected kind: {type(error).__name__}: {error}"
 
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file of any size, in hexadecimal. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+SEAL = "sha256"
+"""The member of a sealed file that holds the digest of all others."""
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON gives them back, with their digest: of a file from which an interrupted run goes on, which
+    nobody else writes. :func:`read_sealed` reads it."""
+    plain = json.loads(json.dumps(dict(values)))
+    return {**plain, SEAL: _seal_of(plain)}
+
+
+def read_sealed(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The values of a file that was written with :func:`sealed`. Raises InputError, naming the file, where it is not
+    there or is not as it was written."""
+    try:
+        values = read_json(path, max_bytes)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    if not isinstance(values, dict) or values.pop(SEAL, None) != _seal_of(values):
+        raise InputError(f"{path}: was damaged or changed since it was written")
+    return values
+
+
+def _seal_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def json_of(text: str | bytes) -> Any:
