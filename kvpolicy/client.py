@@ -7,6 +7,7 @@ For any client of OpenAI's API; none is imported. With the package `openai`::
 
 from __future__ import annotations
 
+from math import isfinite, nan
 from typing import Any
 
 from kvpolicy.errors import InputError
@@ -51,13 +52,25 @@ def request_body(
 
 
 def counters_in(text: str) -> dict[str, float]:
-    """The counters that :data:`COUNTED` names in a text of Prometheus, each summed over its labels."""
+    """The counters that :data:`COUNTED` names in a text of Prometheus, each summed over its labels.
+
+    Lines that are no sample, and values that are no finite number, are passed over.
+    """
     sums: dict[str, float] = {}
     for line in text.splitlines():
         if not line.startswith(COUNTED):
             continue
-        series, _, value = line.rpartition(" ")
-        name = series.partition("{")[0]
-        if not name.endswith(NOT_COUNTED):
-            sums[name] = sums.get(name, 0.0) + float(value)
+        series, _, text = line.rpartition(" ")
+        name = series.partition("{")[0].strip()
+        value = _number(text)
+        if isfinite(value) and not name.endswith(NOT_COUNTED):
+            sums[name] = sums.get(name, 0.0) + value
     return sums
+
+
+def _number(text: str) -> float:
+    """NaN for what is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return nan

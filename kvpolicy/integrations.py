@@ -181,7 +181,7 @@ def refuse_unserved(llm: str, settings: ServerSettings | str, vllm_flags: Sequen
     except (EngineFailed, EngineMissing) as error:
         return f"it could not be looked at beforehand: {str(error).strip().splitlines()[-1]}"
     if found.served is False:
-        raise NotServed(f"{found.text()}\n--no-check (check=False in Python) starts the server all the same")
+        raise NotServed(f"{found.text()}\n  --no-check (check=False in Python) starts the server all the same")
     return "" if found.served else found.text()
 
 
@@ -230,7 +230,11 @@ def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0,
     refuse_non_integer("seed", seed, AMOUNT)
     refuse_other("order", order, str, "a name: engines are other processes")
     load_order(order)
-    return engine().demo(Path(out), quick=quick, seed=seed, order=order)
+    try:
+        found = engine()
+    except EngineMissing as missing:
+        raise EngineMissing(f"{missing}; without an engine: --offline (kvpolicy.offline_demo in Python)") from None
+    return found.demo(Path(out), quick=quick, seed=seed, order=order)
 
 
 def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measurement = Measurement()) -> Report:

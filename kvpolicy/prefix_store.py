@@ -9,13 +9,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from http.client import InvalidURL
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.client import counters_in, request_body
 from kvpolicy.errors import InputError
 from kvpolicy.fields import POSITIVE
+from kvpolicy.stored_values import json_of, list_at, read_json, read_text, reason_of, text_at, whole_at
 
 TIMEOUT_S = 3600.0
 LOOKED_UP = "vllm:prefix_cache_queries_total"
@@ -23,6 +24,7 @@ FOUND = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
 """Tokens found on the device and by a connector."""
 REFUSED = ("vllm:kvpolicy_invalid_marks_total", "vllm:kvpolicy_clamped_marks_total")
 ADDRESS = re.compile(r"https?://[^/\s]+")
+MAX_ANSWER_BYTES = 64 << 20
 LETTERS = 300
 """Of a server's error message that are shown."""
 
@@ -83,7 +85,7 @@ def warm(
         POSITIVE.refuse("keep_s", keep_s)
     said = request_body(pin=True, keep_s=keep_s, class_name=class_name)
     base = url.rstrip("/").removesuffix("/v1")
-    model = str(_call(f"{base}/v1/models")["data"][0]["id"])
+    model = _served_model(f"{base}/v1/models")
     body: dict[str, Any] = {"model": model, "max_tokens": 1, "temperature": 0.0}
     if messages is None:
         path, body["prompt"] = "/v1/completions", prompt if isinstance(prompt, str) else list(prompt or ())
@@ -91,7 +93,7 @@ def warm(
         path, body["messages"] = "/v1/chat/completions", list(messages)
         body["add_generation_prompt"] = False  # what is stored ends where the messages do
     before, start_s = _counters(base), clock()
-    answer = _call(f"{base}{path}", body | said)
+    prompt_tokens = _prompt_tokens(f"{base}{path}", body | said)
     first_s, between = clock() - start_s, _counters(base)
     start_s = clock()
     _call(f"{base}{path}", body)
@@ -99,7 +101,7 @@ def warm(
     grown = {name: after[name] - before.get(name, 0.0) for name in after if name.startswith("vllm:kvpolicy_")}
     return Warmed(
         model,
-        int(answer["usage"]["prompt_tokens"]),
+        prompt_tokens,
         _found(before, between),
         _found(between, after),
         first_s,
@@ -111,13 +113,9 @@ def warm(
 
 def read_prompt(path: Path) -> str | list[int]:
     """A prompt's file: text, or a JSON list of token ids. Raises InputError."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text: {error}") from None
     if path.suffix != ".json":
-        return text
-    ids = _read_json(path, text)
+        return str(_read_file(path, read_text))
+    ids = _read_file(path, read_json)
     if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
         raise InputError(f"{path}: should be a JSON list of token ids, whole numbers, 0 or above")
     return ids
@@ -125,24 +123,23 @@ def read_prompt(path: Path) -> str | list[int]:
 
 def read_messages(path: Path) -> list[dict[str, Any]]:
     """A file of messages: a JSON list of objects with role and content. Raises InputError."""
-    try:
-        messages = _read_json(path, path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text: {error}") from None
+    messages = _read_file(path, read_json)
     if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
         raise InputError(f'{path}: should be a JSON list of objects, as in [{{"role": "system", "content": "..."}}]')
     return messages
 
 
+def _read_file(path: Path, read: Callable[[Path], Any]) -> Any:
+    try:
+        return read(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
-
-
-def _read_json(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{path}: is not JSON: {error}") from None
 
 
 def _found(before: Mapping[str, float], after: Mapping[str, float]) -> int:
@@ -156,13 +153,35 @@ def _counters(base: str) -> dict[str, float]:
     return counters
 
 
-def _call(url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _served_model(url: str) -> str:
+    answer = _call(url)
     try:
-        return dict(json.loads(_read(url, body)))
-    except (ValueError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{url} does not answer as an OpenAI server: {error}") from None
+        models = list_at(answer, "data")
+        if not models:
+            raise InputError("serves no model")
+        return text_at(models[0], "id")
+    except InputError as error:
+        raise _no_server(url, error) from None
+
+
+def _prompt_tokens(url: str, body: Mapping[str, Any]) -> int:
+    answer = _call(url, body)
+    try:
+        return whole_at(answer, "usage", "prompt_tokens")
+    except InputError as error:
+        raise _no_server(url, error) from None
+
+
+def _no_server(url: str, error: InputError) -> InputError:
+    return InputError(f"{url} does not answer as an OpenAI server: {error}")
+
+
+def _call(url: str, body: Mapping[str, Any] | None = None) -> Any:
+    content = _read(url, body)
+    try:
+        return json_of(content)
+    except InputError as error:
+        raise _no_server(url, error) from None
 
 
 def _read(url: str, body: Mapping[str, Any] | None = None) -> bytes:
@@ -170,11 +189,14 @@ def _read(url: str, body: Mapping[str, Any] | None = None) -> bytes:
     try:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return bytes(answer.read())
+            content = bytes(answer.read(MAX_ANSWER_BYTES + 1))
     except urllib.error.HTTPError as error:
-        said = " ".join(error.read().decode(errors="replace").split())[:LETTERS]
+        said = " ".join(error.read(MAX_ANSWER_BYTES).decode(errors="replace").split())[:LETTERS]
         raise InputError(f"{url} answers {error.code}: {said}") from None
-    except OSError as error:
-        raise InputError(f"{url} cannot be reached: {error}") from None
     except (ValueError, InvalidURL) as error:  # such as a port that is no number
         raise InputError(f"{url} is no address of a server, as http://localhost:8000: {error}") from None
+    except (OSError, HTTPException) as error:
+        raise InputError(f"{url} cannot be reached: {error}") from None
+    if len(content) > MAX_ANSWER_BYTES:
+        raise InputError(f"{url} answers with more than {MAX_ANSWER_BYTES:,} bytes, which is the most that is read")
+    return content

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -79,9 +80,15 @@ class Metrics:
 
 
 def fetch(url: str, timeout_s: float = 10.0) -> Metrics:
-    """Ask a server. Raises OSError where it does not answer, InputError where what it answers is not vLLM's metrics."""
-    with urlopen(metrics_address(url), timeout=timeout_s) as answer:
-        text = answer.read(MAX_BYTES + 1)
+    """Ask a server. Raises OSError where it does not answer, InputError where what it answers is not vLLM's metrics
+    and where the address is wrong."""
+    try:
+        with urlopen(metrics_address(url), timeout=timeout_s) as answer:
+            text = answer.read(MAX_BYTES + 1)
+    except InvalidURL as error:
+        raise InputError(f"{url!r} is no address of a server, as http://localhost:8000: {error}") from None
+    except HTTPException as error:
+        raise OSError(f"it does not speak HTTP: {type(error).__name__}") from error
     metrics = Metrics.of(text.decode(errors="replace"))
     if len(text) > MAX_BYTES or not any(name.startswith("vllm:") for name, _ in metrics.samples):
         raise InputError(f"{metrics_address(url)} has no metrics of vLLM")

@@ -71,7 +71,11 @@ class TestTheCheckBefore:
         look.found = self.REFUSED
         assert run(*self.SERVE) == 2
         said = capsys.readouterr().err
-        assert "not served" in said and "it would be served with --order fcfs" in said and "--no-check" in said
+        lines = said.splitlines()
+        assert lines[:2] == ["kvpolicy: error: some/llm: not served", "  no"], (
+            "in lines of their own, as `check` has it"
+        )
+        assert lines[2] == "  it would be served with --order fcfs" and lines[3].startswith("  --no-check")
         with pytest.raises(integrations.NotServed, match="check=False"):
             kvpolicy.serve("some/llm", "always-swap")
         assert not started

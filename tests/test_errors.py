@@ -177,7 +177,7 @@ def simulated(*changed: str) -> list[str]:
         (["calibrate", "--cost-model", MODEL, "--trace", str(TRACE), "--out", "{out}", "--states", "0"], "states is 0"),
         (["evaluate", "--trace", str(TRACE), "--policy", "threshold:x"], "whole number of tokens"),
         (["evaluate", "--trace", str(TRACE), "--policy", "cheapest:{damaged}"], "damaged"),
-        (["evaluate", "--trace", str(TRACE), "--policy", "cheapest:analytic:H200@pcie9:{config}"], "analytic:"),
+        (["evaluate", "--trace", str(TRACE), "--policy", "cheapest:analytic:H200@pcie9:{config}"], "no link 'pcie9'"),
         (["evaluate", "--trace", str(TRACE), "--policy", "always-swap", "--json", "{out}/no/x"], "No such file"),
         (["explain", "--cost-model", MODEL, "--tokens", "9" * 400], "--tokens is 999"),
         (["explain", "--cost-model", MODEL, "--tokens", "500", "--queued-save", "9" * 400], "--queued-save is 999"),

@@ -63,18 +63,35 @@ def test_the_files_that_compose_mounts_exist() -> None:
     assert (EXAMPLES / "compose" / build["context"] / build["dockerfile"]).is_file()
 
 
-COMPOSE = next(filter(None, map(shutil.which, ("docker-compose", "docker"))), None)
-"""The tool that reads the file without a daemon: the standalone one, or docker with its plugin."""
+def compose_command(path: str) -> list[str] | None:
+    """The tool on ``path`` that reads the file without a daemon: the standalone one, or docker where it has the plugin;
+    None where there is neither."""
+    if alone := shutil.which("docker-compose", path=path):
+        return [alone]
+    docker = shutil.which("docker", path=path)
+    has_plugin = docker and not subprocess.run([docker, "compose", "version"], capture_output=True).returncode
+    return [docker, "compose"] if docker and has_plugin else None
+
+
+COMPOSE = compose_command(os.environ["PATH"])
 
 
 def composed(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     assert COMPOSE is not None
-    command = [COMPOSE, *(["compose"] if Path(COMPOSE).name == "docker" else []), "-f", "compose.yaml", "config"]
+    command = [*COMPOSE, "-f", "compose.yaml", "config"]
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), **variables}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.skipif(COMPOSE is None, reason="neither docker-compose nor docker is installed")
+def test_a_docker_without_compose_is_no_compose(tmp_path: Path) -> None:
+    docker = tmp_path / "docker"
+    for status, found in ((125, None), (0, [str(docker), "compose"])):
+        docker.write_text(f"#!/bin/sh\nexit {status}\n")
+        docker.chmod(0o755)
+        assert compose_command(str(tmp_path)) == found
+
+
+@pytest.mark.skipif(COMPOSE is None, reason="neither docker-compose nor docker with its plugin is installed")
 def test_compose_takes_its_file_and_asks_for_what_is_unset(tmp_path: Path) -> None:
     folder = EXAMPLES / "compose"
     done = composed(folder, MODEL="org/name", GRAFANA_PASSWORD="secret")

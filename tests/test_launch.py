@@ -176,6 +176,37 @@ def test_flags_that_would_undo_the_plugin_are_refused(capsys: pytest.CaptureFixt
     assert flag.partition("=")[0] in output.err
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a\n", "is no list of settings, should have lines such as `port: 8000`"),
+        ("[" * 5000, "is nested too deeply to be read"),
+        ("a: 2001-99-99\n", "cannot be read as YAML: month must be in 1..12"),
+        (None, "cannot be read: no such file or directory"),
+    ],
+)
+def test_a_config_file_that_is_none_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, words: str
+) -> None:
+    file = tmp_path / "mine.yaml"
+    if text is not None:
+        file.write_text(text)
+    for command in (("serve", "some/llm", "--policy", "always-swap", "--dry-run"), ("check", "some/llm")):
+        assert run(*command, "--config", str(file)) == 2
+        assert f"--config {file}: {words}" in capsys.readouterr().err
+    assert run("serve", "some/llm", "--policy", "always-swap", "--config") == 2
+    assert "--config should be followed by a YAML file" in capsys.readouterr().err
+
+
+def test_a_misspelt_flag_is_named_where_the_one_that_is_meant_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (("--polcy", "always-swap"), ("--polcy=always-swap", "--port", "8001")):
+        assert run("serve", "some/llm", *flags) == 2
+        said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+        assert "Missing option '--policy'. --polcy is no flag of kvpolicy: is it a misspelling?" in said
+    assert run("serve", "some/llm", "--port", "8001") == 2
+    assert "misspelling" not in capsys.readouterr().err
+
+
 def test_they_are_refused_in_a_config_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("port: 8001\nkv-offloading-size: 4\n")

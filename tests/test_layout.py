@@ -32,6 +32,7 @@ ELSEWHERE = {
     "kvpolicy.caching.base": ["caching/test_by_use.py"],
     "kvpolicy.lazy_names": ["test_public_names.py"],
     "kvpolicy.settings": ["test_launch.py"],
+    "kvpolicy.stored_tables": ["trace/test_parts.py"],
     "kvpolicy.simulator.base": ["simulator/test_oracle.py"],
     "kvpolicy.simulator.hardware.layout": ["simulator/hardware/test_layouts.py"],
     "kvpolicy.trace.header": ["trace/test_table.py"],

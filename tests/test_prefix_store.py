@@ -66,7 +66,7 @@ def test_files_are_read(tmp_path: Path) -> None:
         read_prompt(messages)
     with pytest.raises(InputError, match=r"a.json: should be a JSON list of objects"):
         read_messages(ids)
-    with pytest.raises(InputError, match=r"a.txt: is not JSON"):
+    with pytest.raises(InputError, match=r"a.txt: is no JSON"):
         read_messages(text)
-    with pytest.raises(InputError, match="cannot be read as text"):
+    with pytest.raises(InputError, match=r"none\.txt: cannot be read: no such file"):
         read_prompt(tmp_path / "none.txt")

@@ -26,6 +26,7 @@ vllm:kvpolicy_preemptions_total{cause="memory",engine="0",executed="recompute",i
 vllm:kvpolicy_other_cheaper_total{engine="0",executed="recompute",model_name="m"} 2.0
 vllm:kvpolicy_fallbacks_total{engine="0",model_name="m",reason="host_full"} 5.0
 vllm:kvpolicy_fallbacks_total{engine="0",model_name="m",reason="error"} 0.0
+vllm:kvpolicy_priced_preemptions_total{engine="0",executed="swap",model_name="m"} 12.0
 vllm:kvpolicy_predicted_cost_microseconds_total{engine="0",executed="swap",model_name="m"} 30000.0
 vllm:kvpolicy_measured_cost_microseconds{engine="0",executed="swap",model_name="m"} 26000.0
 vllm:kvpolicy_measured_preemptions_total{engine="0",executed="swap",model_name="m"} 10.0

@@ -16,9 +16,12 @@ from typing import Any
 
 import yaml
 
+from kvpolicy import stored_values
 from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.settings import CONNECTOR
 
+MAX_BYTES = 1 << 20
+"""Of a file of settings: PyYAML takes a hundred times as much memory."""
 TRANSFER = "kv-transfer-config"
 KEPT = ("shutdown-timeout",)
 """Keys that hold as they are where the user has them."""
@@ -33,7 +36,7 @@ def merge(file: Path, addition: str) -> str:
     cannot be read or edited, or contradicts the addition.
     """
     target = file.resolve()
-    before = _read(file) if target.exists() else ""
+    before = read_text(file, "--into") if target.exists() else ""
     after = merged(before, addition, str(file))
     if after == before:
         return ""
@@ -76,23 +79,39 @@ def merged(before: str, addition: str, name: str) -> str:
     return text
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path, flag: str) -> str:
+    """The text of a YAML file that is named with ``flag``. Raises InputError."""
     try:
-        with file.open(newline="", encoding="utf-8") as stream:
-            return stream.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--into {file}: cannot be read: {error}") from None
+        return stored_values.read_text(file, MAX_BYTES)
+    except (OSError, InputError) as error:
+        raise InputError(f"{flag} {file}: cannot be read: {stored_values.reason_of(error)}") from None
+
+
+def settings_of(text: str, name: str) -> tuple[Any, dict[str, Any]]:
+    """The root node of a YAML text and its top-level settings; None and no settings for an empty one.
+
+    ``name``: of the file, for errors. Raises InputError for what is no YAML, or no settings by name.
+    """
+    try:
+        root, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+    except RecursionError:
+        raise InputError(f"{name}: is nested too deeply to be read") from None
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        # PyYAML refuses a syntax error in its own way, and a value that is no date or number in Python's.
+        raise InputError(f"{name}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if root is None:
+        return None, {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise InputError(f"{name}: is no list of settings, should have lines such as `port: 8000`")
+    return root, values
 
 
 def _top_level(text: str, name: str) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
     """From where to where in the text each top-level entry stands, and the values."""
-    try:
-        root, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{name}: cannot be read as YAML: {error}") from None
+    root, values = settings_of(text, name)
     if root is None:
         return {}, {}
-    if not isinstance(root, yaml.MappingNode) or root.flow_style or not all(isinstance(key, str) for key in values):
+    if root.flow_style:
         raise InputError(f"{name}: is no list of settings, should have lines such as `port: 8000`")
     spans: dict[str, tuple[int, int]] = {}
     for key, value in root.value:

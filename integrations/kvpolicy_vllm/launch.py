@@ -16,7 +16,7 @@ import yaml
 
 from kvpolicy.errors import InputError
 from kvpolicy.integrations import require
-from kvpolicy_vllm.config_file import merge
+from kvpolicy_vllm.config_file import merge, read_text, settings_of
 from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, options, transfer_config, writes_to_disk
 
 __all__ = [
@@ -128,17 +128,16 @@ def _present_flags(vllm_flags: Sequence[str]) -> list[tuple[str, str]]:
         name, _, value = flag.partition("=")
         present_flags.append((name, ""))
         if name == "--config":
-            following = vllm_flags[number + 1 : number + 2]
-            present_flags += _flags_in_file(Path(value or "".join(following)))
+            file = value or "".join(vllm_flags[number + 1 : number + 2])
+            if not file:
+                raise InputError("--config should be followed by a YAML file of vLLM's flags")
+            present_flags += _flags_in_file(Path(file))
     return present_flags
 
 
 def _flags_in_file(path: Path) -> list[tuple[str, str]]:
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"--config {path}: cannot be read as YAML: {error}") from None
-    return [(f"--{key}", f" in {path}") for key in (values if isinstance(values, dict) else ())]
+    _, settings = settings_of(read_text(path, "--config"), f"--config {path}")
+    return [(f"--{key}", f" in {path}") for key in settings]
 
 
 def _may_mean(flag: str, meant: str, ambiguous: str) -> bool:

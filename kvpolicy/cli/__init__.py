@@ -13,6 +13,7 @@ import kvpolicy
 from kvpolicy.cli import bench, catalog, inspection, measure, study
 from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import EngineFailed, KVPolicyError
+from kvpolicy.integrations import NotServed
 
 app = typer.Typer(
     help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
@@ -38,16 +39,16 @@ inspection.add_to(app)
 def main(arguments: list[str] | None = None) -> None:
     """Run a command.
 
-    Wrong values, unreadable files and a missing engine end in one line on stderr and status 2. So does an engine that
-    failed, with its last lines of output. Warnings of a cost model take one line. Any other exception is a bug of this
-    package and ends in a traceback.
+    Wrong values, unreadable files and a missing engine end in one line on stderr and status 2. So do, in lines of their
+    own, an engine that failed, with its last lines of output, and a model that would not be served. Warnings of a cost
+    model take one line. Any other exception is a bug of this package and ends in a traceback.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", ModelWarning)
             warnings.showwarning = _warning_printer(warnings.showwarning)
             app(args=arguments, prog_name="kvpolicy")
-    except EngineFailed as error:
+    except (EngineFailed, NotServed) as error:
         _end(str(error).strip())
     except (KVPolicyError, OSError) as error:
         _end(" ".join(str(error).split()))

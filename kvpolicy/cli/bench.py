@@ -98,6 +98,6 @@ def _bench(out: Path, load: Load, at: BenchTarget) -> Any:
 def add_to(app: typer.Typer) -> None:
     group = typer.Typer(help="Measure live servers over HTTP.", no_args_is_help=True)
     for function in (chat, analytics, rate):
-        group.command(context_settings=SERVER_FLAGS)(command(function, "File for the figures."))
+        group.command(**SERVER_FLAGS)(command(function, "File for the figures."))
     app.add_typer(group, name="bench")
     app.command()(command(warm, "File for the figures."))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, is_dataclass
 from inspect import Parameter, Signature, signature
@@ -16,12 +16,38 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand
 from typer.models import ArgumentInfo, OptionInfo
 
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue, is_optional, kind_of, options_of
+from kvpolicy.fields import WrongValue, is_optional, kind_of, like, options_of
 
-SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+class ServerCommand(TyperCommand):
+    """A command that passes on flags that it does not know, so that a misspelt one is not refused: where one of its own
+    is missing, the one that is like it is named."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+        try:
+            return super().parse_args(context, arguments)
+        except typer.BadParameter as error:
+            misspelt = [] if error.message or error.param is None else [*_unknown(given, self, error.param.opts)]
+            if misspelt:
+                error.message = f"{misspelt[0]} is no flag of kvpolicy: is it a misspelling?"
+            raise
+
+
+def _unknown(given: Iterable[str], of: Any, wanted: Sequence[str]) -> Iterator[str]:
+    """The flags that are none of the command's, and like a wanted one."""
+    known = {name for parameter in of.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return (flag for flag in given if flag not in known and like(flag, wanted))
+
+
+SERVER_FLAGS: Mapping[str, Any] = {
+    "cls": ServerCommand,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
 """Settings of a command that takes the flags of vLLM's server besides its own."""
 
 

@@ -248,14 +248,14 @@ def add_to(app: typer.Typer) -> None:
     def add(function: Callable[..., Any], json_help: str = "", **settings: Any) -> None:
         app.command(function.__name__.replace("_", "-"), **settings)(command(function, json_help))
 
-    add(profile, context_settings=SERVER_FLAGS)
+    add(profile, **SERVER_FLAGS)
     add(train)
     add(calibrate)
     add(evaluate, "File for the report.")
     add(shadow, "File for the report.")
     add(explain)
-    add(check, "File for the report.", context_settings=SERVER_FLAGS)
-    add(serve, context_settings=SERVER_FLAGS)
+    add(check, "File for the report.", **SERVER_FLAGS)
+    add(serve, **SERVER_FLAGS)
     add(config)
     add(demo)
     add(import_profile)

@@ -95,29 +95,33 @@ class Watcher:
 
     def _choices(self, now: Metrics) -> Table:
         table = _table("Choices", "executed", "intended", "preemptions", "the other was expected to be cheaper")
-        name = f"{OURS}preemptions_total"
+        name, rows = f"{OURS}preemptions_total", []
         for executed, intended in sorted(now.by(name, "executed", "intended")):
             labels = {"executed": executed, "intended": intended}
             other = now.total(f"{OURS}other_cheaper_total", executed=executed)
-            table.add_row(executed, intended, self._with_rate(name, **labels), f"{other:g} of all executed")
+            priced = now.total(f"{OURS}priced_preemptions_total", executed=executed)
+            cheaper = f"{other:g} of the {priced:g} executed with prices" if priced else "none with prices"
+            rows.append((executed, intended, self._with_rate(name, **labels), cheaper))
         for (reason,), count in sorted(now.by(f"{OURS}fallbacks_total", "reason").items()):
             if count:
-                table.add_row("recompute", "", f"{count:g}", f"not by choice: {reason.replace('_', ' ')}")
-        return table
+                rows.append(("recompute", "", f"{count:g}", f"not by choice: {reason.replace('_', ' ')}"))
+        return _filled(table, rows)
 
     def _costs(self, now: Metrics) -> Table:
-        table = _table("Cost, ms a preemption", "executed", "predicted", "measured", "delay of the victim")
+        """Means, each over the preemptions that have it: a policy without prices predicts nothing, and a server may
+        have had several policies."""
+        table, rows = _table("Cost, ms a preemption", "executed", "predicted", "measured", "delay of the victim"), []
         for kind in KINDS:
-            preemptions = now.total(f"{OURS}preemptions_total", executed=kind)
+            priced = now.total(f"{OURS}priced_preemptions_total", executed=kind)
             measured = now.total(f"{OURS}measured_preemptions_total", executed=kind)
             resumed = now.total(f"{OURS}resumed_total", executed=kind)
             means = (
-                _mean_ms(now.total(f"{OURS}predicted_cost_microseconds_total", executed=kind), preemptions),
+                _mean_ms(now.total(f"{OURS}predicted_cost_microseconds_total", executed=kind), priced),
                 _mean_ms(now.total(f"{OURS}measured_cost_microseconds", executed=kind), measured),
                 _mean_ms(now.total(f"{OURS}victim_delay_microseconds_total", executed=kind), resumed),
             )
-            table.add_row(kind, *means)
-        return table
+            rows.append((kind, *means))
+        return _filled(table, rows)
 
     def _decisions(self, trace: Path) -> RenderableType:
         heads = ("request", "tokens", "executed", "why", "predicted, ms", "measured, ms", "policy")
@@ -126,9 +130,7 @@ class Watcher:
             rows = last_decisions(trace, DECISIONS)
         except (KVPolicyError, OSError) as error:  # a trace that is being written may be incomplete for a moment
             return Text(f"trace: {error}", style="yellow")
-        for row in rows:
-            table.add_row(*_decided(row))
-        return table
+        return _filled(table, map(_decided, rows))
 
     def _with_rate(self, name: str, **labels: str) -> str:
         assert self._now is not None
@@ -147,13 +149,14 @@ def _table(title: str, *heads: str) -> Table:
 
 
 def _filled(table: Table, rows: Iterable[Sequence[str]]) -> Table:
+    """The table with these rows, as they are: what a server or a trace says is no markup."""
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 
 def _mean_ms(microseconds: float, count: float) -> str:
-    return f"{microseconds / count / 1e3:.3g}" if count else "none yet"
+    return f"{microseconds / count / 1e3:.3g}" if count else "none"
 
 
 def _decided(row: dict[str, Any]) -> tuple[str, ...]:

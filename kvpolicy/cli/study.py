@@ -102,7 +102,10 @@ def characterize(
 
 
 def report(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders of traces.")],
+    traces: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER...", help="Folders of traces; or one folder of `bench` or `demo`."),
+    ],
     out: Annotated[Path, typer.Option(help="The report: one self-contained HTML file.")] = Path("report.html"),
     figures: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for each figure as SVG and PNG.")] = None,
     cost_model: Annotated[
@@ -114,7 +117,8 @@ def report(
     ] = None,
     seed: Annotated[int, typer.Option(help=SEED)] = 0,
 ) -> Any:
-    """Test the overflow study's findings on traces, draw its figures, and write one HTML page."""
+    """Test the overflow study's findings on traces, draw its figures, and write one HTML page; or write the page of a
+    bench or a demo."""
     return kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed)
 
 
@@ -133,6 +137,6 @@ def compact(
 def add_to(app: typer.Typer) -> None:
     for function in (simulate, recommend):
         app.command()(command(function, "File for the figures."))
-    app.command(context_settings=SERVER_FLAGS)(command(characterize))
+    app.command(**SERVER_FLAGS)(command(characterize))
     app.command()(command(report, "File for the findings."))
     app.command()(compact)

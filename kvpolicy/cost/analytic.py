@@ -304,7 +304,8 @@ def _load(name: str | Path, engine: EngineSpec, kv_cache_dtype: str) -> FittedMo
             "as analytic:H100-SXM@pcie5:path/to/config.json"
         )
     device_name, _, link = device.partition("@")
-    shape, sheet = _shape(config, kv_cache_dtype), _sheet(device_name)
+    sheet, sheet_of_link = _sheet(device_name), _link(link) if link else None
+    shape = _shape(config, kv_cache_dtype)
     geometry = Geometry.of_shape(shape, engine.ranks)
     if engine.geometry:  # 16-bit types cost the same, so the engine's type is taken
         geometry = replace(geometry, dtype=engine.geometry["dtype"])
@@ -314,28 +315,28 @@ def _load(name: str | Path, engine: EngineSpec, kv_cache_dtype: str) -> FittedMo
     target = replace(
         engine, geometry=geometry.to_dict(), block_bytes=block_bytes, hardware=engine.hardware if same_device else {}
     )
-    return replace(untrained(shape, sheet, _link(link) if link else None, target), name=str(name))
+    return replace(untrained(shape, sheet, sheet_of_link, target), name=str(name))
 
 
 def _sheet(device: str) -> DeviceSheet:
     try:
         return device_sheet(device)
     except SheetError as error:
-        raise ModelError(f"analytic: {error}") from error
+        raise ModelError(str(error)) from error
 
 
 def _link(link: str) -> LinkSheet:
     try:
         return link_sheet(link)
     except SheetError as error:
-        raise ModelError(f"analytic: {error}") from error
+        raise ModelError(str(error)) from error
 
 
 def _shape(config: str, kv_cache_dtype: str) -> ModelShape:
     try:
         return ModelShape.read(config, kv_cache_dtype)
     except ConfigError as error:
-        raise ModelError(f"analytic: {error}") from error
+        raise ModelError(str(error)) from error
 
 
 def engine_loader(

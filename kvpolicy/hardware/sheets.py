@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.fields import like
 
 
 class SheetError(KVPolicyError):
@@ -68,8 +69,9 @@ def device_sheet(device: str) -> DeviceSheet:
     for name, sheet in devices().items():
         if wanted == name.casefold() or wanted in map(str.casefold, sheet.device_names):
             return sheet
+    meant = like(device.strip().upper(), devices())
     raise SheetError(
-        f"there is no hardware sheet for device {device!r} (there are {', '.join(devices())}); "
+        f"there is no hardware sheet for device {device!r}{meant}; there are {', '.join(devices())}; "
         "measure this machine instead: `kvpolicy profile`, then `kvpolicy train`"
     )
 

@@ -20,7 +20,7 @@ from kvpolicy.prefix_hits import hit_rates
 from kvpolicy.reporting.figures import COLOURS, INK, LEARNED, MUTED, STYLE, legend, mean_and_half, new_figure, write
 from kvpolicy.reporting.page import inline, templates
 from kvpolicy.stats import student_ratio
-from kvpolicy.stored_values import read_json
+from kvpolicy.stored_values import read_json, reason_of
 from kvpolicy.version import __version__
 
 LINES = (INK, COLOURS["swap"], LEARNED, COLOURS["recompute"], MUTED)
@@ -79,7 +79,7 @@ def write_page(results_file: Path, out: Path, figures: Path | None) -> tuple[Pat
         page = _rendered(results, drawings)
     # What the file should be is not written down field by field: a bench wrote it.
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, TemplateError) as error:
-        raise InputError(f"{results_file}: is not what `kvpolicy bench` writes: {error!r}") from error
+        raise InputError(f"{results_file}: {reason_of(error)}; should be what `kvpolicy bench` writes") from error
     out.write_text(page, encoding="utf-8")
     if figures is None:
         return ()

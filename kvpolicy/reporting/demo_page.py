@@ -19,7 +19,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.headroom import share_text
 from kvpolicy.reporting.figures import COLOURS, INK, LEARNED, MUTED, STYLE, new_figure, write
 from kvpolicy.reporting.page import inline, templates
-from kvpolicy.stored_values import read_json
+from kvpolicy.stored_values import read_json, reason_of
 from kvpolicy.version import __version__
 
 MARKS: Sequence[tuple[str, str]] = ((MUTED, "s"), (COLOURS["swap"], "o"), (LEARNED, "D"))
@@ -69,7 +69,7 @@ def write_page(results_file: Path, out: Path, figures: Path | None) -> tuple[Pat
             )
         )
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, TemplateError) as error:
-        raise InputError(f"{results_file}: is not what `kvpolicy demo` writes: {error!r}") from error
+        raise InputError(f"{results_file}: {reason_of(error)}; should be what `kvpolicy demo` writes") from error
     out.write_text(page, encoding="utf-8")
     if figures is None:
         return ()

@@ -16,7 +16,7 @@ from kvpolicy.shape import recurrent
 from kvpolicy.shape.layers import Attention, Config, ConfigError, Mlp, attentions_of, mlps_of, number, text_of
 from kvpolicy.shape.precision import FLOAT_BITS, Precision, precision_of
 from kvpolicy.shape.refusals import refuse_uncounted
-from kvpolicy.stored_values import read_json
+from kvpolicy.stored_values import read_json, reason_of
 
 TIED_UNLESS_SAID = frozenset(
     {"bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt"}
@@ -73,8 +73,10 @@ class ModelShape:
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         try:
             config = read_json(file)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{file}: no such file; should be a model's config.json, or its folder") from error
         except (OSError, InputError) as error:
-            raise ConfigError(f"{file}: not a readable config.json: {error}") from error
+            raise ConfigError(f"{file}: not a readable config.json: {reason_of(error)}") from error
         if not isinstance(config, dict):
             raise ConfigError(f"{file}: not a readable config.json: holds no object")
         try:

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.errors import InputError
+from kvpolicy.stored_values import read_sealed, sealed, sha256_of
 from kvpolicy.version import __version__
 from kvpolicy.workload.join_text import files_of
 
@@ -37,8 +39,7 @@ def path_digest(path: Path) -> str:
 @cache
 def _file_digest(path: Path, changed_ns: int, size_bytes: int) -> str:
     """SHA-256 of the file, which is read once per process unless it has changed."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 @cache
@@ -80,19 +81,19 @@ class ResultCache:
     folder: Path
 
     def find(self, digest: str) -> Result | None:
-        """The result of that digest; None where there is none. An unreadable result counts as none, so that it is
-        simulated again and replaced."""
+        """The result of that digest; None where there is none. One that is not as it was written counts as none, so
+        that it is simulated again and replaced."""
         try:
-            result = json.loads(self._path(digest).read_text())
-        except (OSError, ValueError, RecursionError):
+            result = read_sealed(self._path(digest))
+        except InputError:
             return None
-        return result if isinstance(result, dict) and result.get("digest") == digest else None
+        return result if result.get("digest") == digest else None
 
     def store(self, digest: str, result: Result) -> None:
         path = self._path(digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        scratch.write_text(json.dumps(sealed(result), indent=1, allow_nan=False) + "\n")
         scratch.replace(path)
 
     def _path(self, digest: str) -> Path:

@@ -4,7 +4,6 @@ that ``--link`` puts in place of the hardware's own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,6 +21,7 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
 from kvpolicy.simulator.hardware.law_times import law_times
 from kvpolicy.simulator.hardware.table_times import FILE, HardwareModel, TableTimes, load_hardware
+from kvpolicy.stored_values import read_json
 from kvpolicy.study.cache import path_digest
 from kvpolicy.study.config import HARDWARE_FORMS
 from kvpolicy.study.inputs import HardwareObject, Named, hardware_named
@@ -187,7 +187,7 @@ def _piece_bytes_per_token(model: FittedModel) -> float | None:
 def _by_sheet(spec: str, config: str) -> Machine:
     model = _with_one_table(cost.load(f"{cost.ANALYTIC}:{spec}"), spec)
     provenance = model.provenance
-    config_fields = json.loads(_config_file(config).read_text(encoding="utf-8"))
+    config_fields = read_json(_config_file(config))
 
     def by_sheet(engine: EngineSpec) -> Callable[[str], FittedModel]:
         load = cost.engine_loader(config_fields, engine)

@@ -1,4 +1,4 @@
-"""Part files of a trace's tables: their names, in which order they are read, and what is checked before one is read.
+"""Part files of a trace's tables: their names, in which order they are read, and how they are written and opened.
 
 ``part-000012.parquet`` is what was written at once, ``part-000000-000031.parquet`` what a merge made of parts 0 to 31
 (:mod:`kvpolicy.trace.upkeep`). A part that another one covers was left behind by an interrupted merge; its rows are in
@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from kvpolicy import stored_tables
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.stored_tables import UnreadableTable
 
 PART_NAME = re.compile(r"part-(\d{1,15})(?:-(\d{1,15}))?\.parquet")
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
-MAX_PART_BYTES = 4 << 30
-"""Maximum size of one part file's rows in memory."""
-MAX_SURE_BYTES = 64 << 20
-"""Below this bound of a column's texts nothing has to be read to know their size."""
 
 
 class TraceError(KVPolicyError):
@@ -153,88 +150,9 @@ def leaves(fields: Iterable[pa.Field], above: str = "") -> list[tuple[str, pa.Da
     return found
 
 
-# ---- what a part would take ----
-
-
 def opened(path: Path, columns: Sequence[str] | None = None) -> pq.ParquetFile:
-    """A part file, once its footer says that its rows fit into :data:`MAX_PART_BYTES`.
-
-    ``columns``: top-level ones that are to be read; None for all. Raises FileNotFoundError where it is gone, TraceError
-    for what is no Parquet file and for one whose rows would take more, as a small file may whose values repeat.
-    """
+    """A part file, as :func:`kvpolicy.stored_tables.opened`, with what is wrong with it as a TraceError."""
     try:
-        file = pq.ParquetFile(path, memory_map=False)
-        bytes_of, texts = _sizes(file.metadata, columns)
-        rows = file.metadata.num_rows
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
-    if bytes_of <= MAX_PART_BYTES and texts:
-        try:
-            bytes_of += sum(_text_bytes(path, text, MAX_PART_BYTES - bytes_of) for text in texts)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
-    if bytes_of > MAX_PART_BYTES:
-        raise TraceError(
-            f"{path}: its {rows:,} rows would take {bytes_of / 2**30:.1f} GiB of memory or more, at most "
-            f"{MAX_PART_BYTES / 2**30:.1f} are read: split the file"
-        )
-    return file
-
-
-@dataclass(slots=True)
-class _Texts:
-    """A column of texts of which the footer does not tell the size: a short one may stand for many long ones."""
-
-    path: str
-    bound: int = 0
-    largest: int = 0
-    """Bytes of its largest row group as it is stored, so of a single text at most."""
-    in_dictionary: bool = True
-
-
-def _sizes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tuple[int, list[_Texts]]:
-    """Bytes of the values in memory as far as the footer tells, and the columns of which it does not."""
-    total = 0
-    found: dict[str, _Texts] = {}
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        for index in range(row_group.num_columns):
-            column = row_group.column(index)
-            if columns is not None and column.path_in_schema.partition(".")[0] not in columns:
-                continue
-            total += max(0, column.num_values) * 8 + max(0, column.total_uncompressed_size)
-            if column.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"):
-                texts = found.setdefault(column.path_in_schema, _Texts(column.path_in_schema))
-                texts.bound += max(0, column.num_values) * max(0, column.total_uncompressed_size)
-                texts.largest = max(texts.largest, column.total_uncompressed_size)
-                texts.in_dictionary &= column.has_dictionary_page
-    return total, [texts for texts in found.values() if texts.bound > MAX_SURE_BYTES]
-
-
-def _text_bytes(path: Path, texts: _Texts, limit: int) -> int:
-    """Bytes of a column's texts, each as often as it is there; read as distinct texts and their numbers where they are
-    stored so, or else a few at a time."""
-    total = 0
-    nested = "." in texts.path
-    if texts.in_dictionary and not nested:
-        file, rows = pq.ParquetFile(path, read_dictionary=[texts.path]), 1 << 16
-    else:
-        file, rows = pq.ParquetFile(path), max(16, min(1 << 16, MAX_SURE_BYTES // max(1, texts.largest)))
-    for batch in file.iter_batches(batch_size=rows, columns=[texts.path]):
-        total += sum(_lengths(array) for array in batch.columns)
-        if total > limit:
-            break
-    return total
-
-
-def _lengths(array: pa.Array) -> int:
-    if pa.types.is_dictionary(array.type):
-        lengths = pc.cast(pc.binary_length(array.dictionary), pa.int64())
-        return int(pc.sum(lengths.take(array.indices)).as_py() or 0)
-    if pa.types.is_list(array.type):
-        return _lengths(array.flatten())
-    if pa.types.is_struct(array.type):
-        return sum(_lengths(one) for one in array.flatten())
-    return int(array.nbytes)
+        return stored_tables.opened(path, columns)
+    except UnreadableTable as error:
+        raise TraceError(str(error)) from error

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from kvpolicy.workload.arrivals import MAX_SHAPE, MIN_SHAPE, stream
 from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, FileSource, cells, lines, places, real, whole
@@ -26,6 +27,10 @@ WINDOW_S, LENGTHS_S = 600.0, 21_600
 """Seconds of a window of arrivals, and of one of lengths."""
 MAX_RATE_PER_S = 1e4
 """Of a client: the arrivals of a window are held in memory."""
+
+
+MAX_LENGTHS_BYTES = 1 << 29
+"""Of the rows of lengths, some ten million: a distribution holds its values as Python's numbers, which are larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +159,8 @@ def _span(line: str, columns: Mapping[str, int]) -> Span:
 
 def _lengths(file: Path) -> Mapping[tuple[int, int, str], Distribution]:
     """The distributions of prompts and outputs by client and window. Raises WorkloadError."""
-    import pyarrow as pa  # no other format needs it
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(file)
-    except (pa.ArrowException, OSError) as error:
-        raise WorkloadError(f"{file}: not a Parquet table that can be read: {error}") from error
-    missing = [name for name in LENGTH_COLUMNS if name not in table.column_names]
-    if missing:
-        raise WorkloadError(f"{file}: column {missing[0]} is missing; the columns are {', '.join(table.column_names)}")
-    found: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
-    for row, values in enumerate(zip(*(table[name].to_pylist() for name in LENGTH_COLUMNS), strict=True)):
+    found: dict[tuple[int, int, str], dict[int, float]] = {}
+    for row, values in enumerate(_length_rows(file)):
         if values[2] not in (PROMPT, OUTPUT):
             continue
         try:
@@ -176,10 +171,33 @@ def _lengths(file: Path) -> Mapping[tuple[int, int, str], Distribution]:
         except DamagedRow as error:
             raise WorkloadError(f"{file}, row {row}: {error}") from error
         if prob:
-            found.setdefault((client, start_s, values[2]), []).append((length, prob))
-    distributions = {}
-    for key, pairs in found.items():
-        pairs.sort()
-        lengths, probs = zip(*pairs, strict=True)
-        distributions[key] = Distribution(list(lengths), list(accumulate(probs)))
-    return distributions
+            probs = found.setdefault((client, start_s, values[2]), {})
+            probs[length] = probs.get(length, 0.0) + prob
+    return {
+        key: Distribution(sorted(probs), list(accumulate(probs[length] for length in sorted(probs))))
+        for key, probs in found.items()
+    }
+
+
+def _length_rows(file: Path) -> Iterator[tuple[Any, ...]]:
+    """Values of :data:`LENGTH_COLUMNS` of each row, a batch in memory at a time. Raises WorkloadError."""
+    import pyarrow as pa  # no other format needs it
+
+    from kvpolicy.stored_tables import UnreadableTable, opened
+
+    try:
+        table = opened(file, LENGTH_COLUMNS, MAX_LENGTHS_BYTES)
+    except UnreadableTable as error:
+        raise WorkloadError(str(error)) from error
+    except FileNotFoundError as error:
+        raise WorkloadError(f"{file}: cannot be read: {error.strerror}") from error
+    names = table.schema_arrow.names
+    for name in LENGTH_COLUMNS:
+        if names.count(name) != 1:
+            problem = "is there twice" if name in names else "is missing"
+            raise WorkloadError(f"{file}: column {name} {problem}; the columns are {', '.join(names)}")
+    try:
+        for batch in table.iter_batches(columns=list(LENGTH_COLUMNS)):
+            yield from zip(*(batch[name].to_pylist() for name in LENGTH_COLUMNS), strict=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise WorkloadError(f"{file}: damaged or not a Parquet file: {error}") from error

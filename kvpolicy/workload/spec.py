@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpolicy.fields import refuse_other
+from kvpolicy.fields import like, refuse_other
 from kvpolicy.workload.agentic import FIELDS as AGENTIC_FIELDS
 from kvpolicy.workload.agentic import AgentSessions
 from kvpolicy.workload.arrivals import Arrivals, AtOnce, Bursts, Even, Gamma, Groups, Poisson, Think, Weibull
@@ -144,11 +144,19 @@ def _finished(source: Source, options: Options) -> Source:
 
 def _recognised(path: Path, formats: Mapping[str, Format]) -> Format:
     if not path.exists():
-        raise WorkloadError(f"{path}: no such file, and no workload of that name; {_listed(formats)}")
+        meant = _like(path, formats)
+        raise WorkloadError(f"{path}: no such file, and no workload of that name{meant}; {_listed(formats)}")
     for known in formats.values():
         if known.known(path):
             return known
     raise WorkloadError(f"{path}: is of no known format; {_listed(formats)}")
+
+
+def _like(path: Path, formats: Mapping[str, Format]) -> str:
+    """The name that was probably meant; of a file in a folder none."""
+    name = str(path)
+    forms = [*SHIPPED, *(f"{known}:FILE" for known in formats), "sessions:NAME"]
+    return "" if "/" in name.partition(":")[0] else like(name, forms)
 
 
 def _listed(formats: Mapping[str, Format]) -> str:
@@ -266,7 +274,7 @@ def _drawn(name: str, options: Options) -> Source:
 
 def _conversations(name: str, options: Options) -> Source:
     if name not in SHIPPED:
-        raise WorkloadError(f"sessions:{name}: known lengths of messages are {', '.join(SHIPPED)}")
+        raise WorkloadError(f"sessions:{name}{like(name, SHIPPED)}: known lengths of messages are {', '.join(SHIPPED)}")
     count = options.whole("n")
     if count is None:
         raise options.wrong("n", "given: how many conversations")

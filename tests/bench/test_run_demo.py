@@ -10,6 +10,7 @@ import pytest
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
+from kvpolicy.stored_values import sealed
 from kvpolicy.study.demo_report import DEMO_JSON, TITLES
 from kvpolicy_vllm.bench.demo_rounds import STATE
 from kvpolicy_vllm.bench.live_scenarios import ONE_CLASS, TWO_CLASSES
@@ -62,14 +63,15 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_demo_is_not_resumed_with_another_order(tmp_path: Path) -> None:
-    (tmp_path / STATE).write_text(json.dumps({"asked": {"seed": 0, "order": "mlfq"}, "values": {}, "seconds": {}}))
+    began = sealed({"asked": {"seed": 0, "order": "mlfq"}, "values": {}, "seconds": {}})
+    (tmp_path / STATE).write_text(json.dumps(began))
     with pytest.raises(InputError, match="was begun with order 'mlfq', now asked for with 'las'"):
         demo(tmp_path, order="las")
 
 
 def test_an_unfinished_demo_is_not_resumed_by_another_version(tmp_path: Path) -> None:
     asked = {"seed": 0, "order": "las", **asdict(FULL), "versions": {"kvpolicy": "0.0.9", "vllm": "0.24.0"}}
-    (tmp_path / STATE).write_text(json.dumps({"asked": asked, "values": {}, "seconds": {}}))
+    (tmp_path / STATE).write_text(json.dumps(sealed({"asked": asked, "values": {}, "seconds": {}})))
     with pytest.raises(InputError, match=r"was begun with versions .*'0\.0\.9'.*, now asked for with"):
         demo(tmp_path, order="las")
 

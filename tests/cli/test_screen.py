@@ -52,9 +52,27 @@ def test_a_frame_has_pressure_choices_costs_and_queues() -> None:
     assert rows["KV memory in use"] == ["97%"] and rows["requests waiting"] == ["11"]
     assert rows["host blocks in use"] == ["7 of 128"] and rows["preempted, not yet back"] == ["4"]
     assert rows["in force"] == ["policy cheapest:mine (0123456789ab); order urgent"]
-    assert rows["swap"] == ["2", "2.6", "100"], "30 ms over 15 predicted, 26 over 10 measured, 1.2 s over 12"
+    assert rows["swap"] == ["2.5", "2.6", "100"], "30 ms over 12 priced, 26 over 10 measured, 1.2 s over 12"
+    assert rows["recompute"] == ["none", "none", "none"], "the last table's: nothing was priced, measured or resumed"
     text = shown(watcher)
     assert "not by choice: host full" in text and "error" not in text and "former" not in text
+
+
+def test_of_a_policy_without_prices_nothing_is_predicted_and_nothing_is_cheaper() -> None:
+    unpriced = [line for line in TEXT.splitlines() if "priced" not in line and "cheaper" not in line]
+    watcher = watcher_of("\n".join(unpriced))
+    watcher.look(0.0)
+    rows = [[cell.strip() for cell in line.split("│")] for line in shown(watcher).splitlines()]
+    assert ["swap", "swap", "15", "none with prices"] in rows and ["swap", "none", "2.6", "100"] in rows
+    watcher = watcher_of(TEXT)
+    watcher.look(0.0)
+    assert "0 of the 12 executed with prices" in shown(watcher)
+
+
+def test_what_a_server_says_is_no_markup() -> None:
+    watcher = watcher_of(TEXT.replace("host_full", "[/red]").replace("cheapest:mine", "[bold]mine"))
+    watcher.look(0.0)
+    assert "not by choice: [/red]" in shown(watcher) and "policy [bold]mine" in shown(watcher)
 
 
 def test_rates_are_of_the_time_between_two_frames() -> None:

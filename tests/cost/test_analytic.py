@@ -141,8 +141,10 @@ def test_an_incomplete_name_shows_the_complete_form(name: str) -> None:
 
 
 def test_a_wrong_configuration_is_named() -> None:
-    with pytest.raises(ModelError, match=r"nowhere.*not a readable config\.json"):
+    with pytest.raises(ModelError, match=r"^nowhere: no such file; should be a model's config\.json, or its folder"):
         load("analytic:H100-SXM:nowhere")
+    with pytest.raises(ModelError, match="there is no hardware sheet for device 'H100-SX'"):
+        load("analytic:H100-SX:nowhere")
 
 
 def test_inside_a_server_the_engine_says_the_rest() -> None:

@@ -45,6 +45,11 @@ def test_a_device_without_a_sheet_says_what_to_do(device: str) -> None:
         device_sheet(device)
 
 
+def test_a_misspelt_device_is_answered_with_the_one_that_was_probably_meant() -> None:
+    with pytest.raises(SheetError, match=r"device 'h100-sx' \(did you mean H100-SXM\?\); there are A100-SXM-40GB,"):
+        device_sheet("h100-sx")
+
+
 def test_an_unknown_link_lists_the_known_ones() -> None:
     with pytest.raises(SheetError, match=r"no link 'pcie9'.*nvlink-c2c"):
         link_sheet("pcie9")

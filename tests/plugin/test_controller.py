@@ -577,3 +577,11 @@ def test_what_the_other_option_would_have_saved_is_counted(world: World) -> None
     assert world.stats("avoidable_cost_microseconds") == {
         "avoidable_cost_microseconds|executed=recompute": pytest.approx(3000.0)
     }
+
+
+def test_only_what_was_priced_counts_as_priced(world: World) -> None:
+    cost, situation = Cost(0.002, 0.0, 0.0, 0.002, 0.0, 0.002, 0.002), SimpleNamespace(cause="memory")
+    for costs in ((cost,), (), ()):
+        decision = Decision((Option("recompute"),), (1.0,), 0, costs, "p", "{}", "recompute")
+        world.controller.metrics.executed(Pending(situation, decision, SimpleNamespace(preemption_id="core-1")))  # type: ignore[arg-type]
+    assert world.stats("priced_preemptions") == {"priced_preemptions|executed=recompute": 1}

@@ -106,5 +106,5 @@ def test_what_is_no_bench_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a page shows one bench"):
         report([folder, folder], tmp_path / "page.html")
     (folder / "bench.json").write_text("{}")
-    with pytest.raises(InputError, match=r"bench.json: is not what `kvpolicy bench` writes"):
+    with pytest.raises(InputError, match=r"bench\.json: field runs is missing; should be what `kvpolicy bench` writes"):
         report([folder], tmp_path / "page.html")

@@ -96,7 +96,12 @@ def test_tokens_that_differ_stand_before_what_pays(tmp_path: Path) -> None:
 
 def test_what_is_no_demo_is_refused(tmp_path: Path) -> None:
     (tmp_path / "demo.json").write_text('{"scenarios": {}}')
-    with pytest.raises(InputError, match=r"demo\.json: is not what `kvpolicy demo` writes"):
+    with pytest.raises(
+        InputError, match=r"demo\.json: field headline is missing; should be what `kvpolicy demo` writes"
+    ):
+        kvpolicy.report([tmp_path], tmp_path / "x.html")
+    (tmp_path / "demo.json").write_text("[")
+    with pytest.raises(InputError, match=r"demo\.json: is no JSON: .*; should be what `kvpolicy demo` writes"):
         kvpolicy.report([tmp_path], tmp_path / "x.html")
     with pytest.raises(InputError, match="has a demo: a page shows one demo"):
         kvpolicy.report([tmp_path, tmp_path], tmp_path / "x.html")

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kvpolicy import stored_tables
 from kvpolicy.trace import (
     TraceError,
     core_folders,
     from_rows,
     iter_parts,
-    parts,
     read,
     read_part,
     scan,
@@ -107,7 +107,7 @@ class TestBombs:
     """Files of a few kilobytes whose rows would fill the memory: refused by their footers, before they are read."""
 
     def test_many_equal_numbers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parts, "MAX_PART_BYTES", 1 << 24)
+        monkeypatch.setattr(stored_tables, "MAX_TABLE_BYTES", 1 << 24)
         path = tmp_path / "part-000000.parquet"
         pq.write_table(pa.table({"step": pa.array([7] * 4_000_000, pa.int64())}), path, compression="zstd")
         assert path.stat().st_size < 20_000
@@ -116,7 +116,7 @@ class TestBombs:
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_a_long_text_many_times(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool) -> None:
-        monkeypatch.setattr(parts, "MAX_PART_BYTES", 1 << 26)
+        monkeypatch.setattr(stored_tables, "MAX_TABLE_BYTES", 1 << 26)
         path = tmp_path / "part-000000.parquet"
         texts = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), ["x" * 50_000])  # 5 GB
         with pq.ParquetWriter(
@@ -133,12 +133,12 @@ class TestBombs:
         assert pa.total_allocated_bytes() - before < 1 << 26
 
     def test_columns_that_are_not_read_do_not_count(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parts, "MAX_PART_BYTES", 1 << 20)
+        monkeypatch.setattr(stored_tables, "MAX_TABLE_BYTES", 1 << 20)
         path = tmp_path / "part-000000.parquet"
         pq.write_table(pa.table({"step": [1] * 200_000, "mine": [[1] * 3] * 200_000}), path)
         with pytest.raises(TraceError, match="would take"):
             opened(path)
-        monkeypatch.setattr(parts, "MAX_PART_BYTES", 1 << 22)
+        monkeypatch.setattr(stored_tables, "MAX_TABLE_BYTES", 1 << 22)
         assert opened(path, ["step"]).metadata.num_rows == 200_000
 
     def test_what_is_ours_is_never_taken_for_one(self, tmp_path: Path) -> None:

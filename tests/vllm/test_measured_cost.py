@@ -69,6 +69,7 @@ def test_costs_are_measured_while_serving(model: str, recorded: Path, tmp_path: 
         # How much is compared over recorded traces, in tests/cost/test_live.py: here it would be the clock's say.
         assert isfinite(live := stats[f"measured_cost_microseconds|executed={kind}"]) and live != 0
         assert harness.total(stats, "predicted_cost_microseconds", executed=kind) > 0
+        assert harness.total(stats, "priced_preemptions", executed=kind) > 0
     # What is counted while serving is what the trace's steps say, by the same step times.
     work = step_work(afterwards.table("steps"), cost.load(learned).step_time).work
     assert stats["recomputed_tokens"] == work.recomputed_tokens > 0 and work.recompute_s is not None

@@ -103,7 +103,7 @@ def test_wrong_lengths_are_named(tmp_path: Path) -> None:
         open_workload(f"servegen:{table}")
     with pytest.raises(WorkloadError, match="lengths: should be given"):
         open_workload(str(table))
-    with pytest.raises(WorkloadError, match=r"windows\.csv: not a Parquet table"):
+    with pytest.raises(WorkloadError, match=r"windows\.csv: damaged or not a Parquet file"):
         list(opened(table, table))
     for changed in ({"value": 0.0}, {"value": 1.5}, {"prob": -1.0}):
         with pytest.raises(WorkloadError, match=r"lengths\.parquet, row 0: value|lengths\.parquet, row 0: .*prob"):
@@ -111,3 +111,27 @@ def test_wrong_lengths_are_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pa.table({"client": [0]}), tmp_path / "other.parquet")
     with pytest.raises(WorkloadError, match=r"other\.parquet: column window_start_s is missing"):
         list(opened(table, tmp_path / "other.parquet"))
+
+
+def test_a_small_table_of_many_rows_is_refused(tmp_path: Path) -> None:
+    """All of its rows are equal: 20 million of them take some 100 kB on disk, and would take gigabytes in memory."""
+    table, file = windows(tmp_path, "0,0,1,1,Gamma,1,1"), tmp_path / "lengths.parquet"
+    row = pa.table({"client": [0], "window_start_s": [0], "field": ["input_tokens"], "value": [1.0], "prob": [1.0]})
+    many = row.take(pa.array([0] * 1_000_000))
+    with pyarrow.parquet.ParquetWriter(file, row.schema, compression="zstd") as writer:
+        for _ in range(20):
+            writer.write_table(many)
+    assert file.stat().st_size < 500_000
+    before = pa.total_allocated_bytes()
+    with pytest.raises(WorkloadError, match=r"lengths\.parquet: its 20,000,000 rows would take .* at most 0\.5"):
+        list(opened(table, file))
+    assert pa.total_allocated_bytes() - before < 1 << 26
+
+
+def test_lengths_that_are_there_twice_add_up(tmp_path: Path) -> None:
+    file = lengths(tmp_path)
+    table = pyarrow.parquet.read_table(file)
+    pyarrow.parquet.write_table(pa.concat_tables([table, table]), file)
+    requests = list(opened(windows(tmp_path, "0,0,20,1,Gamma,1,1"), file))
+    pyarrow.parquet.write_table(table, file)
+    assert requests == list(opened(windows(tmp_path, "0,0,20,1,Gamma,1,1"), file))

@@ -183,6 +183,10 @@ def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("azure-conversation-202?n=3", r"no workload of that name \(did you mean azure-conversation-2023\?\); known"),
+        ("burstgp:a.csv", r"burstgp:a\.csv: no such file, and .* \(did you mean burstgpt:FILE\?\); known are"),
+        ("azure/a.csv", r"azure/a\.csv: no such file, and no workload of that name; known are"),
+        ("sessions:sharegpt?n=3", r"sessions:sharegpt \(did you mean sharegpt-8k\?\): known lengths"),
         ("nowhere.csv", r"nowhere\.csv: no such file, and no workload of that name; known are azure:FILE \(CSV: TIME"),
         ("azure:nowhere.csv?n=5&speed=x", r"speed=x: should be a number"),
         ("azure-conversation-2023", r"azure-conversation-2023: n: should be given: how many"),

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import InputError
+from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import Workload
 from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.overload import Run
 
 STATE = "state.json"
 ROUNDS = "rounds"
+MAX_ROUND_BYTES = 1 << 30
+"""Of a round's file, which has the time of every token of its runs."""
 
 
 @dataclass(slots=True)
@@ -36,12 +39,13 @@ class Measured:
 
     @classmethod
     def opened(cls, out: Path, asked: Mapping[str, Any]) -> Measured:
-        """What ``out`` holds. Raises InputError where its demo was begun with other arguments."""
+        """What ``out`` holds. Raises InputError where its demo was begun with other arguments, and for a
+        state that is not as it was written."""
         found = cls(out, dict(json.loads(json.dumps(dict(asked)))))
         if not (out / STATE).exists():
             found.write()
             return found
-        stored = json.loads((out / STATE).read_text())
+        stored = _stored(out, out / STATE)
         for name, value in found.asked.items():
             if stored["asked"].get(name) != value:
                 raise InputError(
@@ -54,7 +58,7 @@ class Measured:
     def write(self) -> None:
         stored = {"asked": self.asked, "values": self.values, "seconds": self.seconds}
         scratch = self.out / f".{STATE}"
-        scratch.write_text(json.dumps(stored, indent=1) + "\n")
+        scratch.write_text(json.dumps(sealed(stored), indent=1) + "\n")
         scratch.replace(self.out / STATE)
 
     @contextmanager
@@ -76,12 +80,12 @@ class Measured:
         path = self._path(scenario, number)
         if not path.exists():
             return None
-        stored = json.loads(path.read_text())["runs"]
+        stored = _stored(self.out, path)["runs"]
         return {arm: _run(values, workload) for arm, values in stored.items()}
 
     def comparison(self, scenario: str, number: int) -> Comparison:
         """Of the tokens of a finished round."""
-        stored = json.loads(self._path(scenario, number).read_text())["comparison"]
+        stored = _stored(self.out, self._path(scenario, number))["comparison"]
         return Comparison(stored["tokens"], stored["ties"], tuple(stored["wrong"]))
 
     def keep_round(self, scenario: str, number: int, runs: Mapping[str, Run], comparison: Comparison) -> None:
@@ -90,11 +94,18 @@ class Measured:
         values = {arm: {k: v for k, v in asdict(run).items() if k != "requests"} for arm, run in runs.items()}
         stored = {"runs": values, "comparison": asdict(comparison)}
         scratch = path.with_name(f".{path.name}")
-        scratch.write_text(json.dumps(stored))
+        scratch.write_text(json.dumps(sealed(stored)))
         scratch.replace(path)
 
     def _path(self, scenario: str, number: int) -> Path:
         return self.out / ROUNDS / f"{scenario}-{number}.json"
+
+
+def _stored(out: Path, path: Path) -> dict[str, Any]:
+    try:
+        return read_sealed(path, MAX_ROUND_BYTES)
+    except InputError as error:
+        raise InputError(f"{error}; the demo in {out} cannot be resumed: give a new folder, or delete it") from None
 
 
 def _run(values: Mapping[str, Any], workload: Workload) -> Run:

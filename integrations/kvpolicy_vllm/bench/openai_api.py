@@ -6,23 +6,27 @@ compared. Needs aiohttp, and no engine.
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import aiohttp
 
 from kvpolicy.client import counters_in
 from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy.stored_values import is_number, json_of, list_at, text_at, whole_at
 
 TIMEOUT_S = 3600.0
 """A request that takes longer is an error."""
 CACHE, LABEL = "vllm:cache_config_info", re.compile(r'(\w+)="([^"]*)"')
 """The metric whose labels say how large the KV cache is, and what a label looks like."""
+MAX_ANSWER_BYTES = 64 << 20
+MAX_EVENT_BYTES = 16 << 20
+"""Of an answer, and of one event of a stream: vLLM's are some megabytes and some kilobytes."""
 MESSAGE_LETTERS = 160
 """Letters of a server's error message that are kept."""
 
@@ -92,7 +96,7 @@ class Api:
                 error = "fewer or more tokens than asked for"
         except StreamError as failed:
             error = str(failed)
-        except (TimeoutError, aiohttp.ClientError, json.JSONDecodeError) as failed:
+        except (TimeoutError, aiohttp.ClientError) as failed:
             error = f"{type(failed).__name__}: {failed}"[:MESSAGE_LETTERS]
         end_s = self._clock()
         first_s = token_s[0] if token_s else None
@@ -115,24 +119,34 @@ class Api:
         body = self._body(prompt, 1, "") | {"stream": False, "logprobs": 2}
         try:
             answer = await self._json("POST", "/v1/completions", body)
-            top = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
+            top = list(answer["choices"][0]["logprobs"]["top_logprobs"][0].values())
         except (InputError, LookupError, TypeError, AttributeError):
             return None
-        return float(top[0] - top[1]) if len(top) > 1 else None
+        if len(top) < 2 or not all(map(is_number, top)):
+            return None
+        best, second = sorted(map(float, top), reverse=True)[:2]
+        return best - second if isfinite(best - second) else None
 
     async def describe(self) -> tuple[str, int | None]:
         """The served model's name, and its context in tokens where the server says so. Raises InputError."""
-        models = (await self._json("GET", "/v1/models"))["data"]
-        if not models:
-            raise InputError(f"{self.url} serves no model")
-        return str(models[0]["id"]), models[0].get("max_model_len")
+        answer = await self._json("GET", "/v1/models")
+        with self._answering("/v1/models"):
+            models = list_at(answer, "data")
+            if not models:
+                raise InputError("serves no model")
+            has_context = isinstance(models[0], dict) and models[0].get("max_model_len") is not None
+            return text_at(models[0], "id"), whole_at(models[0], "max_model_len") if has_context else None
 
     async def tokenize(self, text: str) -> list[int]:
-        """Raises InputError where the server has no tokenizer."""
+        """At least one token. Raises InputError where the server has no tokenizer."""
         answer = await self._json(
             "POST", "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False}
         )
-        return [int(token_id) for token_id in answer["tokens"]]
+        with self._answering("/tokenize"):
+            tokens = list_at(answer, "tokens")
+            if not tokens or not all(type(token_id) is int for token_id in tokens):
+                raise InputError("its tokens should be whole numbers, one at least")
+            return tokens
 
     async def counters(self) -> dict[str, float]:
         """The counters that :data:`kvpolicy.client.COUNTED` names, each summed over its labels. Raises InputError."""
@@ -151,7 +165,7 @@ class Api:
                     tokens += (int(labels["num_gpu_blocks"]) - 1) * int(labels["block_size"])
                 except (KeyError, ValueError):
                     break
-        if not tokens:
+        if tokens <= 0:
             raise InputError(f"{self.url}/metrics does not say in {CACHE} how many KV blocks there are")
         return tokens
 
@@ -160,16 +174,22 @@ class Api:
         try:
             async with self._session.get(f"{self.url}/metrics") as response:
                 await refuse_status(response)
-                return str(await response.text())
+                return (await content_of(response)).decode(errors="replace")
         except (TimeoutError, aiohttp.ClientError, StreamError) as error:
             raise InputError(f"{self.url}/metrics cannot be read: {error}") from error
 
-    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        try:
+    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        with self._answering(path):
             async with self._session.request(method, f"{self.url}{path}", json=body) as response:
                 await refuse_status(response)
-                return dict(await response.json())
-        except (TimeoutError, aiohttp.ClientError, StreamError, ValueError) as error:
+                return json_of(await content_of(response))
+
+    @contextmanager
+    def _answering(self, path: str) -> Iterator[None]:
+        """Raises InputError with the address for whatever is wrong with an answer."""
+        try:
+            yield
+        except (TimeoutError, aiohttp.ClientError, ValueError) as error:
             raise InputError(f"{self.url}{path} does not answer as an OpenAI server: {error}") from error
 
 
@@ -190,19 +210,31 @@ async def refuse_status(response: aiohttp.ClientResponse) -> None:
     """Raise StreamError, with the server's message, for a status that is no success."""
     if response.status < 400:
         return
-    text = await response.text()
+    text = (await content_of(response)).decode(errors="replace")
     try:
-        said = json.loads(text)
+        said = json_of(text)
         message = str(said.get("error", said).get("message", text))
-    except (ValueError, AttributeError):
+    except (InputError, AttributeError):
         message = text
     raise StreamError(f"HTTP {response.status}: {' '.join(message.split())[:MESSAGE_LETTERS]}")
+
+
+async def content_of(response: aiohttp.ClientResponse) -> bytes:
+    """The whole answer. Raises StreamError where it is larger than :data:`MAX_ANSWER_BYTES`."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise StreamError(f"has more than {MAX_ANSWER_BYTES:,} bytes, which is the most that is read")
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON objects of a stream of server-sent events, up to ``[DONE]``.
 
-    Raises StreamError where the stream reports an error or ends without ``[DONE]``.
+    Raises StreamError where the stream reports an error, has an event that is none, or ends without ``[DONE]``.
     """
     buffer = b""
     async for chunk in chunks:
@@ -214,15 +246,33 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[Mapping[str, Any
                 return
             if not data or not line.startswith(b"data:"):
                 continue
-            event = json.loads(data)
+            event = _event(data)
             if "error" in event:
                 said = event["error"]
                 message = said.get("message", said) if isinstance(said, dict) else said
                 raise StreamError(f"in the stream: {' '.join(str(message).split())[:MESSAGE_LETTERS]}")
             yield event
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise StreamError(f"in the stream: an event has more than {MAX_EVENT_BYTES:,} bytes")
     raise StreamError("the stream broke off")
 
 
+def _event(data: bytes) -> Mapping[str, Any]:
+    try:
+        event = json_of(data)
+    except InputError as error:
+        raise StreamError(f"in the stream: an event {error}"[:MESSAGE_LETTERS]) from None
+    if not isinstance(event, dict):
+        raise StreamError("in the stream: an event is no object")
+    return event
+
+
 def _token_ids(event: Mapping[str, Any]) -> list[int]:
-    choices = event.get("choices") or ()
-    return [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
+    """Of all choices. Raises StreamError for what is no token id."""
+    try:
+        found = [token_id for choice in event.get("choices") or () for token_id in choice.get("token_ids") or ()]
+    except (TypeError, AttributeError):
+        found = [None]
+    if not all(type(token_id) is int for token_id in found):
+        raise StreamError("in the stream: token_ids should be a list of whole numbers")
+    return found

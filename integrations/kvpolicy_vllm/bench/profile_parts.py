@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import Geometry, available_memory_bytes
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.settings import GIB
 from kvpolicy.shape import ConfigError
+from kvpolicy.stored_values import read_json, reason_of
 from kvpolicy_vllm.bench.engine_process import device_arguments, plugin_arguments
 from kvpolicy_vllm.bench.job import MAX_EXTRA, Job
 from kvpolicy_vllm.bench.own_server import OwnServer
@@ -227,9 +228,12 @@ def model_length(llm: Path) -> int:
 
 def _config_of(llm: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((llm / "config.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise _no_model(llm, repr(error)) from error
+        values = read_json(llm / "config.json")
+    except (OSError, InputError) as error:
+        raise _no_model(llm, reason_of(error)) from error
+    if not isinstance(values, dict):
+        raise _no_model(llm, "holds no object")
+    return values
 
 
 def _no_model(llm: Path, problem: str) -> WrongValue:

@@ -19,6 +19,7 @@ from typing import Any
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
+from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.control_arm import switched
 from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of
@@ -41,6 +42,8 @@ SAMPLE_TEXT = (
 """Its tokens are those that prompts are drawn from."""
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 3, 64
 """Requests before the first run of a server, and the tokens of their prompts."""
+MAX_RUN_BYTES = 1 << 30
+"""Of a run's file, which has every token of its answers."""
 DEFAULT_CONTEXT = 4096
 """Of a server that does not say what its context is."""
 
@@ -85,9 +88,9 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
         for round_ in range(1, load.rounds):
             for cell, _ in served:
                 driver.serve(cell, round_, rng.sample(arms, len(arms)))
-    written = [json.loads(path.read_text()) for path in sorted(runs.glob("*.json"))]
+    written = [read_back(out, path) for path in sorted(runs.glob("*.json"))]
     results = plan | {
-        "model": json.loads((out / "model.json").read_text())["name"],
+        "model": read_back(out, out / "model.json")["name"],
         "runs": [run for run in written if "arm" in run],
         "comparisons": [run for run in written if "arm" not in run],
     }
@@ -151,17 +154,22 @@ def take_up(out: Path, plan: Mapping[str, Any]) -> None:
     (out / "runs").mkdir(parents=True, exist_ok=True)
     path = out / "plan.json"
     if not any((out / "runs").iterdir()):
-        write(path, plan)
+        write(path, sealed(plan))
         return
-    try:
-        before = json.loads(path.read_text())
-    except ValueError:
-        raise InputError(f"{path}: cannot be read; give --out another folder") from None
+    before = read_back(out, path)
     different = [name for name in plan if before.get(name) != plan[name]]
     if different:
         raise InputError(
             f"{out} has a bench with other settings ({', '.join(different)}): give --out another folder, or delete it"
         )
+
+
+def read_back(out: Path, path: Path) -> dict[str, Any]:
+    """What an earlier call wrote into a bench's folder. Raises InputError where it is not there or was changed."""
+    try:
+        return read_sealed(path, MAX_RUN_BYTES)
+    except InputError as error:
+        raise InputError(f"{error}; the bench in {out} cannot be resumed: give --out another folder") from None
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
@@ -193,11 +201,12 @@ class Driver:
         missing = [arm for arm in arms if not self._path(cell, round_, f"arm-{arm.name}").exists()]
         for arm in missing:
             figures = asyncio.run(self._run(cell, round_, arm))
-            write(self._path(cell, round_, f"arm-{arm.name}"), figures)
+            write(self._path(cell, round_, f"arm-{arm.name}"), sealed(figures))
             say(f"{words(cell)}, round {round_ + 1}, {arm.name}: {self._line(figures)}")
         compared = self._path(cell, round_, "tokens")
         if not compared.exists():
-            write(compared, {"cell": cell, "round": round_, "tokens": asyncio.run(self._compare(cell, round_))})
+            tokens = asyncio.run(self._compare(cell, round_))
+            write(compared, sealed({"cell": cell, "round": round_, "tokens": tokens}))
         return {arm.name: self._figures(cell, round_, arm) for arm in self._arms}
 
     def record(self, cell: Cell, round_: int, arm: LiveArm) -> None:
@@ -230,7 +239,7 @@ class Driver:
             name, context_tokens = await api.describe()
             vocabulary = tuple(sorted(set(await api.tokenize(SAMPLE_TEXT))))
             self._model = Model(name, context_tokens or DEFAULT_CONTEXT, vocabulary)
-            write(self._out / "model.json", asdict(self._model))
+            write(self._out / "model.json", sealed(asdict(self._model)))
         # Two runs on one server share no cached prefix, so that neither finds what the other has computed.
         salt = f"{arm.name} {words(cell)} {round_}"
         return Terms(api, self._model.vocabulary, self._model.context_tokens, salt, arm.hints, arm.reserve)
@@ -264,7 +273,7 @@ class Driver:
         return list(self._figures(cell, round_, arm)["rows"])
 
     def _figures(self, cell: Cell, round_: int, arm: LiveArm) -> dict[str, Any]:
-        return dict(json.loads(self._path(cell, round_, f"arm-{arm.name}").read_text()))
+        return read_back(self._out, self._path(cell, round_, f"arm-{arm.name}"))
 
 
 def words(cell: Cell) -> str:

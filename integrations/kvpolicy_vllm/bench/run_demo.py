@@ -29,6 +29,7 @@ from kvpolicy.evaluation.replay import evaluate
 from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
 from kvpolicy.settings import DEMO_ORDER, Measurement
+from kvpolicy.stored_values import read_json
 from kvpolicy.study.demo_report import DEMO_JSON, TITLES, DemoReport, ScenarioReport, bound_line
 from kvpolicy.trace import TraceError, read
 from kvpolicy.training import train
@@ -167,8 +168,8 @@ def _clear_folder(out: Path) -> None:
 def _kind_of(file: Path) -> str:
     """Live or offline, as a finished demo says it; "unreadable" where it does not."""
     try:
-        return str(json.loads(file.read_text())["kind"])
-    except (ValueError, KeyError, TypeError):
+        return str(read_json(file)["kind"])
+    except (OSError, ValueError, KeyError, TypeError):
         return "unreadable"
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.fields import WrongValue
 from kvpolicy.settings import Measurement
+from kvpolicy.stored_values import read_json
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.budget import Budget, after, in_time, making_up, next_part
 from kvpolicy_vllm.bench.engine_process import EngineProcess
@@ -164,9 +165,9 @@ def open_plan(out: Path, arguments: dict[str, Any]) -> dict[str, str]:
 
 def _read_plan(plan: Path) -> dict[str, Any]:
     try:
-        recorded = json.loads(plan.read_text())
-    except ValueError as error:
-        raise InputError(f"{plan}: not JSON, although a profile begins by writing it: {error}") from error
+        recorded = read_json(plan)
+    except InputError as error:
+        raise InputError(f"{plan}: {error}, although a profile begins by writing it; give a new folder") from error
     if not isinstance(recorded, dict) or not all(isinstance(recorded.get(name), dict) for name in ("asked", "done")):
         raise InputError(f"{plan}: should hold the objects 'asked' and 'done'; give a new folder")
     return recorded

@@ -22,6 +22,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "loaded_tokens": ("Tokens brought back from the host pool.", ()),
     "copy_bytes": ("Bytes copied, all ranks.", ("direction",)),
     "copy_microseconds": ("Time copies took, slowest rank.", ("direction",)),
+    "priced_preemptions": ("Preemptions of which the policy predicted what they cost.", ("executed",)),
     "predicted_cost_microseconds": ("Engine time that what was executed was expected to cost.", ("executed",)),
     "other_cheaper": (
         "Preemptions of which the other option was expected to be cheaper: of recomputes, a swap would have paid.",

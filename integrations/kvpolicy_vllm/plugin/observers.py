@@ -394,19 +394,19 @@ class MetricsCounter(Observer):
 
     def executed(self, pending: Pending) -> None:
         decision = pending.decision
-        assert decision.executed is not None
-        self.tally.add(
-            "preemptions", intended=decision.intended, executed=decision.executed, cause=pending.situation.cause
-        )
+        kind = decision.executed
+        assert kind is not None
+        self.tally.add("preemptions", intended=decision.intended, executed=kind, cause=pending.situation.cause)
         if decision.reason:
             self.fell_back(decision.reason)
         for option, cost in zip(decision.options, decision.costs, strict=False):
-            if option.kind == decision.executed:
-                self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=decision.executed)
+            if option.kind == kind:
+                self.tally.add("priced_preemptions", executed=kind)
+                self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=kind)
                 avoidable_s = cost.engine_s - min(other.engine_s for other in decision.costs)
-                self.tally.add("avoidable_cost_microseconds", avoidable_s * 1e6, executed=decision.executed)
+                self.tally.add("avoidable_cost_microseconds", avoidable_s * 1e6, executed=kind)
                 if avoidable_s > 0:
-                    self.tally.add("other_cheaper", executed=decision.executed)
+                    self.tally.add("other_cheaper", executed=kind)
                 self._predicted_s[pending.identity.preemption_id] = cost.engine_s
                 if len(self._predicted_s) > MAX_PRICED:
                     del self._predicted_s[next(iter(self._predicted_s))]

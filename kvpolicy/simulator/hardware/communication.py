@@ -7,7 +7,6 @@ all-reduce is over one vector of the model's width per token.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from kvpolicy.simulator.hardware.layouts import ELEMENT_BYTES, NATIVE_DTYPE
 from kvpolicy.simulator.hardware.operator_tables import TableError, TableFile, columns_of, medians
 from kvpolicy.simulator.hardware.operators import SourcedCurve, curve_of
 from kvpolicy.simulator.hardware.table_times import ALL_REDUCE, Curve
+from kvpolicy.stored_values import sha256_of
 
 PER_LAYER, PER_STEP = 2, 1
 SPELLINGS = (
@@ -38,7 +38,7 @@ def with_all_reduces(tokens: SourcedCurve, file: Path, geometry: Geometry, ranks
     size, seconds = _measured(rows, file, ranks)
     bytes_per_token = geometry.hidden * ELEMENT_BYTES[NATIVE_DTYPE]
     times = PER_LAYER * geometry.layers + PER_STEP
-    source = TableFile(file, ALL_REDUCE, rows, {}, hashlib.sha256(file.read_bytes()).hexdigest())
+    source = TableFile(file, ALL_REDUCE, rows, {}, sha256_of(file))
     note = (
         f"{file.name}: {times} all-reduces a step of {bytes_per_token:g} bytes per token; gathering the head's output "
         "from the ranks is not counted"

@@ -6,7 +6,6 @@ one table per operator.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -22,8 +21,8 @@ from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.simulator.hardware.layout import Layout, Rows, Times
 from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE
-from kvpolicy.trace import TraceError
-from kvpolicy.trace.parts import opened
+from kvpolicy.stored_tables import UnreadableTable, opened
+from kvpolicy.stored_values import sha256_of
 
 ENDINGS = (".parquet", ".csv", ".csv.gz")
 
@@ -119,7 +118,7 @@ def columns_of(file: Path) -> Rows:
     """A file's columns, in whatever layout. Raises :class:`TableError` where it cannot be read."""
     try:
         return Rows(str(file), _read(file))
-    except (pa.ArrowException, OSError, TraceError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnreadableTable, UnicodeDecodeError) as error:
         raise TableError(f"{file}: cannot be read: {error}") from error
 
 
@@ -233,7 +232,7 @@ def read_files(files: Sequence[Path]) -> list[TableFile]:
     for file in files:
         layout, rows = rows_of(file)
         tables = {table.operator: table for table in read_table(file) if table.operator != WHOLE}
-        table_files.append(TableFile(file, layout.name, rows, tables, hashlib.sha256(file.read_bytes()).hexdigest()))
+        table_files.append(TableFile(file, layout.name, rows, tables, sha256_of(file)))
     for number, later in enumerate(table_files):
         for earlier in table_files[:number]:
             if earlier.layout == later.layout and set(earlier.tables) & set(later.tables):
