@@ -104,9 +104,16 @@ class TestTheCheckBefore:
         assert len(started) == 2 and not look.asked
         assert "--no-check" not in started[0]
 
-    def test_a_command_that_is_only_shown_is_not_checked(self, look: Look, capsys: pytest.CaptureFixture[str]) -> None:
-        dry_run(capsys, *self.SERVE[1:])
-        assert not look.asked
+    def test_a_command_that_is_only_shown_is_checked_as_well(
+        self, started: list[list[str]], look: Look, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert dry_run(capsys, *self.SERVE[1:])[-2:] == ["--port", "8001"]
+        look.found = self.REFUSED
+        assert run(*self.SERVE, "--dry-run") == 2
+        printed = capsys.readouterr()
+        assert not printed.out and "it would be served with --order fcfs" in printed.err
+        dry_run(capsys, *self.SERVE[1:], "--no-check")
+        assert len(look.asked) == 2 and not started
 
 
 class TestAnEngineThatIsMeasured:

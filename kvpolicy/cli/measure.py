@@ -149,7 +149,7 @@ def serve(
         str, typer.Argument(metavar="LLM", help="The model, as for `vllm serve`, followed by vLLM's flags.")
     ],
     settings: ServerSettings,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the command, and do not run it.")] = False,
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not find out before whether the plugin serves the model.")
     ] = False,
@@ -157,11 +157,11 @@ def serve(
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's are passed to vLLM unchanged."""
     command = integrations.serve_command(llm, settings, context.args)
     _warn(settings.warnings())
+    if not no_check and (unknown := integrations.refuse_unserved(llm, settings, context.args)):
+        _warn([unknown])
     if dry_run:
         typer.echo(integrations.launcher().shell_line(command))
         return
-    if not no_check and (unknown := integrations.refuse_unserved(llm, settings, context.args)):
-        _warn([unknown])
     sys.stdout.flush()
     # The server replaces this process, so that it receives signals.
     os.execvp(command[0], command)

@@ -329,3 +329,12 @@ def test_the_command_ends_with_status_one_where_it_is_refused(
     assert run(*command, "--pipeline-parallel-size", "2") == 1
     assert "not served" in capsys.readouterr().out
     assert "pipeline parallelism" in json.loads(file.read_text())["refused"]
+
+
+def test_a_command_is_printed_only_once_it_is_checked(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`serve --dry-run`, with two flags that vLLM refuses, each for itself."""
+    dry = ["serve", model, "--policy", "always-swap", "--dry-run"]
+    for flags, word in ((["-tp", "3"], "divisible"), (["--speculative-config", '{"bad": 1}'], "Unexpected keyword")):
+        assert run(*dry, *flags) == 2
+        printed = capsys.readouterr()
+        assert not printed.out and "not served" in printed.err and word in printed.err
