@@ -113,14 +113,20 @@ def one_of(*names: str) -> Rule:
 
 
 def option(
-    help: str, default: Any = MISSING, rule: Rule | None = None, flag: str = "", metavar: str | None = None
+    help: str,
+    default: Any = MISSING,
+    rule: Rule | None = None,
+    flag: str = "",
+    metavar: str | None = None,
+    aliases: tuple[str, ...] = (),
 ) -> Any:
     """Declare a field with help.
 
     The flag of a field that defaults to True is ``--no-...``; its help says what that flag does. ``flag``: overrides
-    the flag derived from the field's name. ``metavar``: placeholder for the value in the help.
+    the flag derived from the field's name. ``aliases``: further spellings of the flag. ``metavar``: placeholder for the
+    value in the help.
     """
-    metadata = {"help": help, "rule": rule, "flag": flag, "metavar": metavar}
+    metadata = {"help": help, "rule": rule, "flag": flag, "metavar": metavar, "aliases": aliases}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -93,6 +93,7 @@ class ServerSettings:
     cache: str = option(
         f"Caching policy by which host memory that no preempted request needs holds prompts. {caching.HELP}.",
         caching.OFF,
+        aliases=("--host-cache",),
     )
     cache_files: Path | None = option(
         "Folder, on an NVMe drive, in which --cache also holds prompts, beyond restarts.",

@@ -121,13 +121,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             "calibrate",
-            ["--cost-model", "m", "--trace", "a", "--states", "4", "--out", "n", "--force"],
-            {"cost_model": "m", "traces": [Path("a")], "out": Path("n"), "states": 4, "seed": 0, "force": True},
+            ["a", "--cost-model", "m", "--trace", "b", "--states", "4", "--out", "n", "--force"],
+            {"cost_model": "m", "traces": [Path("a"), Path("b")], "out": Path("n"), "states": 4, "seed": 0, "force": True},
         ),
         (
             "evaluate",
-            ["--trace", "a", "--policy", "p", "--policy", "q", "--objective", "victim"],
-            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0, "objective": "victim", "how": Estimation()},
+            ["a", "b", "--policy", "p", "--policy", "q", "--objective", "victim"],
+            {"traces": [Path("a"), Path("b")], "policies": ["p", "q"], "seed": 0, "objective": "victim", "how": Estimation()},
         ),
         (
             "evaluate",
@@ -159,6 +159,11 @@ def test_a_command_is_its_function(
     assert run(command, *arguments) == 0
     assert called.arguments == wanted
     assert capsys.readouterr().out == "a table\n"
+
+
+def test_a_trace_has_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (("evaluate", "--policy", "always-swap"), ("calibrate", "--cost-model", "m", "--out", "n")):
+        assert "no trace: give TRACE" in refusal(capsys, *command)
 
 
 def test_evaluate_writes_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def _parameter(one: Any, type_: Any) -> dict[str, Any]:
         "type": str(type_.__name__ if isinstance(type_, type) else type_).replace("pathlib.", ""),
         "metavar": one.metavar,
         "off": one.secondary_opts,
+        "aliases": one.opts[1:],
     }
     return {
         name: value

@@ -277,6 +277,11 @@ class TestTheEndOfAServer:
         assert yaml.safe_load(capsys.readouterr().out)["shutdown-timeout"] == launch.SHUTDOWN_S
 
 
+def test_the_caching_policy_has_the_flag_of_simulate_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    always = ("some/llm", "--policy", "always-swap")
+    assert dry_run(capsys, *always, "--host-cache", "cost") == dry_run(capsys, *always, "--cache", "cost")
+
+
 def test_similar_flags_are_not_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--scheduling-policy", "priority", "--kv-cache-dtype", "auto", "--kv-events-config", "{}", "-sc"]
     assert dry_run(capsys, "some/llm", "--policy", "always-swap", *flags)[-len(flags) :] == flags

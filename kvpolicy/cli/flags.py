@@ -105,7 +105,8 @@ def _spread(group: Any, instance: Any) -> Iterator[Parameter]:
     for field in options_of(group):
         default: Any = field.default if instance is Parameter.empty else getattr(instance, field.name)
         flag = field.metadata["flag"] or f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
-        typer_option = typer.Option(flag, help=field.metadata["help"], metavar=field.metadata["metavar"])
+        names = (flag, *field.metadata["aliases"])
+        typer_option = typer.Option(*names, help=field.metadata["help"], metavar=field.metadata["metavar"])
         kind = kind_of(hints[field.name])
         if hasattr(kind, "parse"):
             kind = str

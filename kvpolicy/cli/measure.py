@@ -15,6 +15,7 @@ import typer
 import kvpolicy
 from kvpolicy import integrations
 from kvpolicy.cli.flags import SERVER_FLAGS, command, show
+from kvpolicy.errors import InputError
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.explanation import Question
 from kvpolicy.fields import WrongValue
@@ -71,19 +72,24 @@ def calibrate(
         str,
         typer.Option(help="Cost model to transfer: a folder, the name of a shipped model, or analytic:DEVICE:CONFIG."),
     ],
-    trace: Annotated[list[Path], typer.Option(help="Folder of a trace measured here. May be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder of the transferred cost model.")],
+    traces: Annotated[
+        list[Path] | None, typer.Argument(metavar="TRACE...", help="Folders of traces measured here.")
+    ] = None,
+    trace: Annotated[list[Path] | None, typer.Option(help="The same as TRACE, one at a time.")] = None,
     states: Annotated[int | None, typer.Option(help="Number of the trace's states to use. Default: all.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Calibrate even on a trace with over 30% noise.")] = False,
     seed: Seed = 0,
 ) -> Any:
     """Transfer a cost model to another machine, link or LLM, with a few states measured there."""
-    return kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed, force=force)
+    every = _every_trace(traces, trace)
+    return kvpolicy.calibrate(cost_model=cost_model, traces=every, out=out, states=states, seed=seed, force=force)
 
 
 def evaluate(
-    trace: Annotated[list[Path], typer.Option(help="Folder of a trace. May be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{HELP}. May be given several times.")],
+    traces: Annotated[list[Path] | None, typer.Argument(metavar="TRACE...", help="Folders of traces.")] = None,
+    trace: Annotated[list[Path] | None, typer.Option(help="The same as TRACE, one at a time.")] = None,
     objective: Annotated[
         str, typer.Option(help=f"Objective that policies are judged by, in seconds: {FORM}.")
     ] = "engine",
@@ -95,7 +101,14 @@ def evaluate(
     On a profile: accuracy and regret against the oracle that knows both options. On a production log: off-policy
     estimates with intervals, or the reasons why the log supports none.
     """
-    return kvpolicy.evaluate(trace, policy, seed, objective, how)
+    return kvpolicy.evaluate(_every_trace(traces, trace), policy, seed, objective, how)
+
+
+def _every_trace(traces: Sequence[Path] | None, trace: Sequence[Path] | None) -> list[Path]:
+    """Those given by place, then those given by ``--trace``. Raises InputError where there is none."""
+    if every := [*(traces or ()), *(trace or ())]:
+        return every
+    raise InputError("no trace: give TRACE, the folder of one or the name of one that ships")
 
 
 def shadow(

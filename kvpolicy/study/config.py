@@ -51,12 +51,14 @@ class Serving:
         "Host memory for evicted KV as a number of blocks, instead of --host-gib.", None, AMOUNT
     )
     token_budget: int | None = option(
-        "Maximum tokens of a step (max_num_batched_tokens). Default: vLLM's for the device.", None, COUNT
+        "Maximum tokens of a step. Default: vLLM's for the device.", None, COUNT, aliases=("--max-num-batched-tokens",)
     )
     max_num_seqs: int | None = option(
         "Maximum requests that run at a time. Default: vLLM's for the device.", None, COUNT
     )
-    prefix_caching: bool = option("Switch vLLM's prefix caching off.", True)
+    prefix_caching: bool = option(
+        "Switch vLLM's prefix caching off.", True, flag="--no-prefix-caching", aliases=("--no-enable-prefix-caching",)
+    )
     scheduling: str = option("Scheduling policy: fcfs or priority.", "fcfs", one_of("fcfs", "priority"))
     asynchronous: bool | None = option(
         "Schedule one step ahead. Default: as vLLM does, on all devices but CPUs.", None, flag="--async/--no-async"
@@ -222,7 +224,12 @@ class Run:
     )
     ray: str | None = option("Ray cluster to run on, or auto.", None, metavar="ADDRESS")
     out: Path | None = option("Folder for traces, with a sub-folder for each run.", None)
-    cache: Path | None = option("Folder that keeps finished runs. Default: in the user's cache folder.", None)
+    cache: Path | None = option(
+        "Folder that keeps finished runs. Default: in the user's cache folder. --cache is its old name.",
+        None,
+        flag="--results",
+        aliases=("--cache",),
+    )
     fresh: bool = option("Repeat runs that were finished before.", False)
     progress: Progress = _silent
     slo: Slo | None = option(

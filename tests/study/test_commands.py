@@ -50,8 +50,9 @@ def run(*arguments: str) -> int:
 
 def called(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) -> dict[str, Any]:
     function = Called(inspect.signature(getattr(kvpolicy, command)))
-    monkeypatch.setattr(kvpolicy, command, function, raising=False)
-    assert run(command, *arguments) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(kvpolicy, command, function, raising=False)
+        assert run(command, *arguments) == 0
     how = function.arguments["run"]
     assert how.progress != Run().progress
     return function.arguments | {"run": replace(how, progress=Run().progress)}
@@ -74,7 +75,7 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         "--requests r.csv --policy p --kv-blocks 10 --kv-blocks 20 --hardware h --link native --link 1e9,0.1 "
         "--engine vllm --block-size 32 --host-blocks 7 --token-budget 2048 --max-num-seqs 64 --no-prefix-caching "
-        "--scheduling priority --async --watermark 0.05 --seeds 3 --parts 2 --jobs 4 --out o --cache c --fresh "
+        "--scheduling priority --async --watermark 0.05 --seeds 3 --parts 2 --jobs 4 --out o --results c --fresh "
         "--slo ttft=1,tpot=0.05 --max-model-len 4096"
     )
     assert called(monkeypatch, "simulate", *line.split()) == {
@@ -98,6 +99,16 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
             engine="vllm", seeds=3, parts=2, jobs=4, out=Path("o"), cache=Path("c"), fresh=True, slo=Slo(1.0, 0.05)
         ),
     }
+
+
+def test_flags_may_be_spelled_as_vllm_spells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the folder of results by its old name, which is that of a caching policy elsewhere."""
+    needed = ("--workload", "w", "--policy", "p", "--kv-blocks", "10", "--hardware", "h")
+    ours = "--token-budget 2048 --max-num-seqs 64 --no-prefix-caching --results c"
+    theirs = "--max-num-batched-tokens 2048 --max-num-seqs 64 --no-enable-prefix-caching --cache c"
+    taken = called(monkeypatch, "simulate", *needed, *ours.split())
+    assert taken == called(monkeypatch, "simulate", *needed, *theirs.split())
+    assert not taken["serving"].prefix_caching and taken["run"].cache == Path("c")
 
 
 def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +150,7 @@ def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_value_is_refused_by_its_flag(
     hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str
 ) -> None:
-    base = ["--workload", WORKLOAD, "--kv-blocks", "9", "--hardware", hardware, "--cache", str(tmp_path)]
+    base = ["--workload", WORKLOAD, "--kv-blocks", "9", "--hardware", hardware, "--results", str(tmp_path)]
     assert run("recommend", *base, *line.split()) == 2
     assert capsys.readouterr().err.startswith(f"kvpolicy: error: {told}")
 
@@ -169,6 +180,6 @@ def test_ray_that_is_not_installed_is_named(
     hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    line = ["--policy", "always-swap", "--kv-blocks", "200", "--hardware", hardware, "--cache", str(tmp_path)]
+    line = ["--policy", "always-swap", "--kv-blocks", "200", "--hardware", hardware, "--results", str(tmp_path)]
     assert run("simulate", "--workload", WORKLOAD, *line, "--ray", "auto") == 2
     assert "pip install 'kvpolicy[ray]'" in capsys.readouterr().err
