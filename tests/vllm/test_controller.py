@@ -34,14 +34,17 @@ REQUEST_ROW = {
 
 
 class Engine:
-    """Steps of a scheduler with a few requests; ``answer`` takes the place of what the worker says of copies."""
+    """Steps of a scheduler with a few requests; ``answer`` takes the place of what the worker says of copies.
 
-    def __init__(self, model: str) -> None:
+    ``headers``: of the trace that every request belongs to; ``engine``: further engine arguments."""
+
+    def __init__(self, model: str, headers: dict[str, str] | None = None, **engine: Any) -> None:
         job = BASE | {"model": model, "plugin": harness.plugin("always-swap"), "requests": 5, "blocks": 140}
-        self.scheduler = alone.scheduler_for(job | {"budget": 512})
+        self.scheduler = alone.scheduler_for(job | {"budget": 512, "engine": engine})
         self.controller = self.scheduler.kvpolicy
         self._worker = alone.Worker(late=0)
         for request in alone.made_requests(job):
+            request.trace_headers = headers
             self.scheduler.add_request(request)
         self.steps(6)
 

@@ -61,6 +61,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "control_changes": ("Changes of the control file, applied or refused.", ("result",)),
     "records_dropped": ("Trace rows that could not be written.", ()),
     "untimed_forwards": ("Times that a rank could not time a forward pass; device_s of its step stays empty.", ()),
+    "spans_failed": ("Times that a preemption could not be written as a span of OpenTelemetry.", ()),
     "extrapolated": ("Decisions outside what the cost model was trained on.", ()),
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
