@@ -122,12 +122,25 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (
             "calibrate",
             ["a", "--cost-model", "m", "--trace", "b", "--states", "4", "--out", "n", "--force"],
-            {"cost_model": "m", "traces": [Path("a"), Path("b")], "out": Path("n"), "states": 4, "seed": 0, "force": True},
+            {
+                "cost_model": "m",
+                "traces": [Path("a"), Path("b")],
+                "out": Path("n"),
+                "states": 4,
+                "seed": 0,
+                "force": True,
+            },
         ),
         (
             "evaluate",
             ["a", "b", "--policy", "p", "--policy", "q", "--objective", "victim"],
-            {"traces": [Path("a"), Path("b")], "policies": ["p", "q"], "seed": 0, "objective": "victim", "how": Estimation()},
+            {
+                "traces": [Path("a"), Path("b")],
+                "policies": ["p", "q"],
+                "seed": 0,
+                "objective": "victim",
+                "how": Estimation(),
+            },
         ),
         (
             "evaluate",
