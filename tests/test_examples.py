@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,11 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import pytest
 import yaml
+from matplotlib import pyplot as plt
 
 from tests.snippets import names_of
+from tools import notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -37,12 +39,21 @@ def test_a_rollout_that_swaps_recomputes_nothing() -> None:
 
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    mpl.use("Agg")
-    notebook = json.loads((EXAMPLES / "train_judge_plot.ipynb").read_text())
-    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    names = names_of("\n".join(code))
+    stored = json.loads((EXAMPLES / "train_judge_plot.ipynb").read_text())
+    again, names = notebook.run(stored)
     assert len(names["axes"].lines) == 2 and "learned" in names["judged"].text()
-    names["plt"].close("all")
+    text, text_again = (re.sub(r"digest \w+", "", "".join(notebook.printed(one))) for one in (stored, again))
+    assert text == text_again, "run `python tools/notebook.py examples/train_judge_plot.ipynb`"
+    (picture,), (picture_again,) = notebook.pictures(stored), notebook.pictures(again)
+    drawn, drawn_again = (plt.imread(io.BytesIO(png), format="png") for png in (picture, picture_again))
+    assert abs(drawn.shape[0] - drawn_again.shape[0]) < 10 and len(picture) < MAX_PICTURE_BYTES
+    if drawn.shape == drawn_again.shape:  # fonts differ between machines
+        assert abs(drawn - drawn_again).mean() < MAX_DIFFERENCE, "another plot is stored"
+
+
+MAX_PICTURE_BYTES = 1 << 17
+MAX_DIFFERENCE = 0.02
+"""Mean over all pixels, of 1: what other fonts, or other versions of matplotlib, may make."""
 
 
 YAML = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml"))
@@ -115,6 +126,19 @@ def test_kubernetes_takes_its_file() -> None:
     documents[0]["spec"]["replica"] = 1
     with pytest.raises(validator.utils.ValidationError, match="replica"):
         validator.validate(documents[0], validator.latest_version(), strict=True)
+
+
+HADOLINT = shutil.which("hadolint", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")
+def test_the_dockerfile_has_no_lint(tmp_path: Path) -> None:
+    assert HADOLINT is not None
+    done = subprocess.run([HADOLINT, str(EXAMPLES / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stdout
+    (tmp_path / "Dockerfile").write_text("FROM vllm/vllm-openai\n")
+    done = subprocess.run([HADOLINT, str(tmp_path / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode != 0 and "DL3006" in done.stdout, "an image without a version is told"
 
 
 def test_what_the_image_copies_is_enough_to_build(tmp_path: Path) -> None:
