@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvpolicy import fields
+from kvpolicy import cost, fields
 from kvpolicy.request_marks import read_marks
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm.plugin import control_file
@@ -107,3 +107,24 @@ def test_settings_are_merged_into_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     merged = yaml.safe_load((tmp_path / "server.yaml").read_text())
     extra = merged["kv-transfer-config"]["kv_connector_extra_config"]
     assert merged["port"] == 8001 and Settings.read(extra).order == "urgent"
+
+
+def test_a_model_is_trained_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a trace that ships, in the place of a reader's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "mine").symlink_to(ROOT / "traces" / "cpu-llama-native")
+    (shown,) = (one for one in commands("README.md") if one.words[1] == "train")
+    assert run(*shown.words[1:]) == 0
+    assert cost.load(tmp_path / "models" / "mine").digest
+
+
+@pytest.mark.slow
+def test_the_demo_without_an_engine_runs_as_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shorter, and with its page: tests/test_cli.py."""
+    monkeypatch.chdir(tmp_path)
+    (shown,) = (one for one in commands("README.md") if "--offline" in one.flags)
+    assert run(*shown.words[1:]) == 0
+    assert "headline, fixed beforehand:" in capsys.readouterr().out
