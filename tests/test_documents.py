@@ -234,8 +234,8 @@ def test_modules_that_are_named_exist(page: str) -> None:
     assert [name for name in sorted(named) if not any(module.endswith(f"/{name}") for module in modules)] == []
 
 
-GROUPS = {"kvpolicy.policies", "kvpolicy.orders", "kvpolicy.families", "kvpolicy.yaml"}
-"""Groups of entry points, and a file: no names of Python."""
+GROUPS = {"kvpolicy.policies", "kvpolicy.orders", "kvpolicy.families", "kvpolicy.yaml", "kvpolicy.preemption"}
+"""Groups of entry points, a file, and a span: no names of Python."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
