@@ -36,7 +36,8 @@ NOT_TESTED = {
     "a setting allows them",
     "LMCacheConnectorV1": "LMCache 0.5.6 runs it on no CPU; served with a warning beside kvpolicy's",
     "multimodal models": "but LLaVA and Qwen2-VL, with pictures: served, with a warning that the check gives, too",
-    "SimpleCPUOffloadConnector": "does not start on a CPU; served with a warning beside kvpolicy's",
+    "SimpleCPUOffloadConnector in a real engine": "its worker does not start on a CPU: its scheduler side alone is "
+    "driven; served with a warning beside kvpolicy's",
     "Mooncake, MoRIIO, FlexKV, HF3FS and other connectors": "served with a warning beside kvpolicy's",
     "asynchronous scheduling in a real engine": "vLLM's CPU build has none: only its scheduler is driven",
     "every token under pressure in bfloat16": "what is said depends on the batch; one request alone is compared",

@@ -53,6 +53,8 @@ BLOCK = 16
 MAX_STEPS = 200_000
 COPIED_BLOCK_BYTES = 131072
 """Of every block, as :class:`Worker` reports it."""
+OFFLOADS = "SimpleCPUOffloadConnector"
+"""Value of ``job["beside"]`` with which that connector is beside kvpolicy's, and not the tests' own."""
 STEP_TIME = StepTimeModel(1e-4, (1e-6,) * 6, "nothing", 100, HeldOutError(0.0, 0.0, 0.0))
 """Any d0 does where it only matters who is accounted for."""
 
@@ -79,7 +81,8 @@ def scheduler_for(job: dict[str, Any], grammars: Any = None) -> Any:
     # The CPU platform turns it off; the scheduler alone needs no platform.
     config.scheduler_config.async_scheduling = job["asynchronous"]
     layers = job.get("layers", "full")
-    cache = kv_cache(layers, job["blocks"], BLOCK, job["prefix_caching"], job.get("dense", True))
+    caching, offloads = job["prefix_caching"], job.get("beside") == OFFLOADS
+    cache = kv_cache(layers, job["blocks"], BLOCK, caching, job.get("dense", True), placed=offloads)
     if "state" in KINDS[layers]:
         config.cache_config.mamba_cache_mode = "align" if job["prefix_caching"] else "none"
     # Where groups have blocks of several sizes, hashes are of the smallest.
@@ -350,6 +353,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         from tests.vllm.symbolic import SymbolicWorker
 
         worker_class = WorkerBeside if job.get("beside") else SymbolicWorker
+        if job.get("beside") == OFFLOADS:
+            from tests.vllm.offloaded import OffloadingWorker
+
+            worker_class = OffloadingWorker
         worker = worker_class(
             scheduler, list(arriving), BLOCK, job["seed"], clears_first=job.get("model_runner_v2", False)
         )

@@ -44,16 +44,21 @@ def spec_of(kind: str, block: int, caching: bool) -> Any:
     )
 
 
-def kv_cache(layers: str, blocks: int, block: int, caching: bool, dense: bool = True) -> KVCacheConfig:
+def kv_cache(
+    layers: str, blocks: int, block: int, caching: bool, dense: bool = True, placed: bool = False
+) -> KVCacheConfig:
     """``layers``: one of :data:`tests.vllm.setups.KINDS`; each group has four layers. ``dense``: whether windows and
-    states are cached at the end of every block, not only of the prompt as is vLLM's default."""
+    states are cached at the end of every block, not only of the prompt as is vLLM's default. ``placed``: whether it is
+    said where layers lie if all are of full attention, too."""
     kinds = KINDS[layers]
     groups = [
         KVCacheGroupSpec([f"layer.{group}.{i}" for i in range(4)], spec_of(kind, block, caching))
         for group, kind in enumerate(kinds)
     ]
     tensors: list[Any] = []
-    if kinds != ("full",) and any(field.name == "layers" for field in fields(KVCacheTensor)):  # from vLLM 0.32 on
+    if (placed or kinds != ("full",)) and any(
+        field.name == "layers" for field in fields(KVCacheTensor)
+    ):  # from vLLM 0.32 on
         page = groups[0].kv_cache_spec.page_size_bytes
         tensors = [
             KVCacheTensor(

@@ -12,11 +12,12 @@ from kvpolicy_vllm.plugin.settings import transfer_config
 from tests.vllm import harness, store
 from tests.vllm.test_same_schedule import BASE, modes, run_alone, versions
 from tests.vllm.test_symbolic import assert_right
-from tests.vllm.versions import INSTALLED
+from tests.vllm.versions import INSTALLED, skip_before_tables
 
-pytestmark = [pytest.mark.scheduler, pytest.mark.feature("MultiConnector")]
+pytestmark = pytest.mark.scheduler
 
 SEEDS = range(1, 5)
+OFFLOADING = "SimpleCPUOffloadConnector"
 
 
 def beside(own: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def older_than_deferred_frees(version: str) -> bool:
     return version != INSTALLED and tuple(map(int, version.split(".")[:2])) < (0, 30)
 
 
+@pytest.mark.feature("MultiConnector")
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
 @modes
 @versions
@@ -55,3 +57,26 @@ def test_every_position_is_right_whoever_loads(
             assert result[name] > 0, name
     if prefix_caching:
         assert sum(result["met"] for result in done), "nobody loaded into blocks that a copy still needed"
+
+
+@pytest.mark.feature("beside SimpleCPUOffloadConnector")
+@pytest.mark.parametrize(
+    "lazy", [pytest.param(False, id="eager"), pytest.param(True, id="lazy", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("layers", ["full", "full-window"])
+@modes
+def test_every_position_is_right_beside_what_vllm_offloads(
+    asynchronous: bool, layers: str, lazy: bool, model: str, tmp_path: Path
+) -> None:
+    """Its stores read blocks until they end, those of victims, too; its loads may come for who has no copy."""
+    skip_before_tables("what this test drives of it is")
+    settings = {"cpu_bytes_to_use": 4 << 20, "lazy_offload": lazy}
+    other = {"kv_connector": OFFLOADING, "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    tried = job(model, asynchronous=asynchronous, prefix_caching=True, layers=layers, beside=OFFLOADING)
+    tried["plugin"] = beside(harness.plugin("random:0.7"), other)
+    for result in run_alone(tried, tmp_path, INSTALLED)["runs"]:
+        assert_right(result)
+        assert harness.total(result["stats"], "preemptions", executed="swap") > 5
+        assert harness.total(result["stats"], "loaded_tokens") > 0
+        for name in ("offloaded_loads", "offloaded_stores", "flushes"):
+            assert result[name] > 0, name
