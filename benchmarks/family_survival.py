@@ -40,7 +40,10 @@ PROMPT_SPREAD, OUTPUT_SPREAD = 0.3, 0.5
 CONTEXT = 16384
 BUDGET = 2048
 OUTPUTS = (300, 1000)
-SHOWN = ("llama-3.1-8b", "gpt-oss-20b", "gemma-3-12b", "granite-4-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b")
+SHOWN = (
+    "llama-3.1-8b", "mistral-7b-v0.1", "gpt-oss-20b", "gemma-3-12b", "granite-4-h-small", "nemotron-h-8b",
+    "qwen3-next-80b-a3b",
+)  # fmt: skip
 DEFAULT, DENSE, WHOLE = "default", "retention None", "hybrid manager off"
 
 
