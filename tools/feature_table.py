@@ -28,7 +28,7 @@ MARKS = ("feature", "shows")
 """Functions whose texts are features: `pytest.mark.feature`, and decorators that mark with several."""
 BY_VALUE, BY_KEY = ("FEATURES",), ("REQUESTS", "ENGINES")
 """Names of dictionaries whose values, or keys up to a comma, are features that tests are marked with."""
-PROFILED = ("sliding windows", "Mamba2 states", "GDN states")
+PROFILED = ("sliding windows", "Mamba2 states", "GDN states", "MLA")
 """Kinds of layers of the families that are profiled in `tests/vllm/test_measured_families.py`."""
 NOT_TESTED = {
     "a GPU": "every test in this table runs on a CPU; `make gpu-check` is separate, see [gpu.md](gpu.md)",

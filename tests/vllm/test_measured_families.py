@@ -32,16 +32,22 @@ KEPT: dict[str, tuple[int, int, int]] = {
     "granite-4": (0, 0, 3),
     "nemotron-h": (0, 0, 2),
     "qwen3-next": (0, 0, 3),
+    "deepseek-v2": (0, 0, 0),
 }
 """Layers with a window, its tokens, and layers with a state, by family."""
 NO_CACHING = {"enable_prefix_caching": False}
 OWN_ENGINE: dict[str, dict[str, Any]] = {
     "granite-4": NO_CACHING, "nemotron-h": NO_CACHING, "qwen3-next": {"dtype": "bfloat16"},
+    "deepseek-v2": {"dtype": "bfloat16"} | NO_CACHING,
 }  # fmt: skip
 """With prefix caching vLLM's CPU build ends with an IndexError in ``mamba_mixer2`` once a step computes a prompt across
-the end of a block of states. It has GDN in bfloat16 alone."""
+the end of a block of states. It has GDN and MLA in bfloat16
+alone. Of MLA a prefix cache would have a victim's whole blocks saved later than the others."""
 REQUESTS = harness.prompts(14, (60, 320), (60, 200), seed=6)
-SCARCE_BLOCKS = {"gpt-oss": 44, "gemma-3": 110, "mistral": 26, "granite-4": 34, "nemotron-h": 28, "qwen3-next": 30}
+SCARCE_BLOCKS = {
+    "gpt-oss": 44, "gemma-3": 110, "mistral": 26, "granite-4": 34, "nemotron-h": 28, "qwen3-next": 30,
+    "deepseek-v2": 40,
+}  # fmt: skip
 """Blocks in which these requests are preempted, some of them twice."""
 
 
