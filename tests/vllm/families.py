@@ -6,6 +6,7 @@ state.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GenerationConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     Llama4TextConfig,
@@ -27,11 +31,13 @@ from transformers import (
     NemotronHConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
 from kvpolicy_vllm.bench.models import make_tokenizer
+from tests.vllm.harness import TORCHVISION
 from tests.vllm.versions import skip_before_tables
 
 WINDOW = 128
@@ -65,6 +71,8 @@ class Family:
     """Engine arguments."""
     chunks: bool = True
     """Whether vLLM computes its prompts in chunks on a CPU without AMX."""
+    torchvision: bool = False
+    """Whether vLLM's code of the model imports it."""
 
 
 def llama() -> PretrainedConfig:
@@ -94,6 +102,15 @@ def gemma3() -> PretrainedConfig:
     return Gemma3TextConfig(
         **COMMON | {"num_hidden_layers": 6}, sliding_window=WINDOW, query_pre_attn_scalar=32,
         layer_types=["sliding_attention"] * 5 + ["full_attention"], architectures=["Gemma3ForCausalLM"],
+    )  # fmt: skip
+
+
+def gemma4() -> PretrainedConfig:
+    """Layers of full attention have wider heads, so that their blocks have fewer tokens."""
+    return Gemma4TextConfig(
+        **COMMON | {"num_hidden_layers": 6}, sliding_window=WINDOW, global_head_dim=64, num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        architectures=["Gemma4ForCausalLM"],
     )  # fmt: skip
 
 
@@ -131,11 +148,40 @@ def qwen3_next() -> PretrainedConfig:
     )  # fmt: skip
 
 
+def qwen3_5() -> PretrainedConfig:
+    return Qwen3_5TextConfig(
+        **COMMON | {"head_dim": 128}, num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+        architectures=["Qwen3_5ForCausalLM"],
+    )  # fmt: skip
+
+
 def deepseek_v2() -> PretrainedConfig:
     return DeepseekV2Config(
         **COMMON | {"num_key_value_heads": 4}, num_hidden_layers=2, first_k_dense_replace=2, moe_intermediate_size=64,
         n_routed_experts=2, num_experts_per_tok=1, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
         qk_nope_head_dim=128, v_head_dim=128,
+    )  # fmt: skip
+
+
+LATENT: dict[str, Any] = COMMON | {
+    "num_key_value_heads": 4, "num_hidden_layers": 2, "moe_intermediate_size": 64, "kv_lora_rank": 512,
+    "q_lora_rank": 128, "head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+"""Of models with latent attention whose queries are compressed, too."""
+
+
+def deepseek_v3() -> PretrainedConfig:
+    return DeepseekV3Config(
+        **LATENT, first_k_dense_replace=1, topk_method="noaux_tc", n_routed_experts=8, num_experts_per_tok=2,
+        n_group=2, topk_group=1, architectures=["DeepseekV3ForCausalLM"],
+    )  # fmt: skip
+
+
+def glm4_moe_lite() -> PretrainedConfig:
+    return Glm4MoeLiteConfig(
+        **LATENT, mlp_layer_types=["dense", "sparse"], first_k_dense_replace=1, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, architectures=["Glm4MoeLiteForCausalLM"],
     )  # fmt: skip
 
 
@@ -159,6 +205,9 @@ FAMILIES: dict[str, Family] = {
     "gemma-3": Family(
         gemma3, "sliding windows", ("FullAttentionSpec", *["SlidingWindowSpec"] * 5), engine={"block_size": 32}
     ),
+    "gemma-4": Family(
+        gemma4, "sliding windows", ("FullAttentionSpec", *["SlidingWindowSpec"] * 5), engine={"block_size": 32}
+    ),
     "mistral": Family(mistral, "sliding windows", ("SlidingWindowSpec",), engine={"block_size": 32}),
     "llama-4": Family(
         llama4,
@@ -175,7 +224,10 @@ FAMILIES: dict[str, Family] = {
     "granite-4": Family(granite4, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 3)),
     "nemotron-h": Family(nemotron_h, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 2)),
     "qwen3-next": Family(qwen3_next, "GDN states", ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16"),
+    "qwen3.5": Family(qwen3_5, "GDN states", ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16", torchvision=True),
     "deepseek-v2": Family(deepseek_v2, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
+    "deepseek-v3": Family(deepseek_v3, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
+    "glm-4.7": Family(glm4_moe_lite, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
 }
 
 
@@ -186,6 +238,17 @@ def skip_unless_served(family: Family) -> None:
         pytest.skip("vLLM's CPU build computes this family in bfloat16 alone, which this machine cannot")
     if family.groups != ("FullAttentionSpec",):
         skip_before_tables("windows, states and MLA are")
+    if family.torchvision:
+        skip_without_torchvision()
+
+
+def skip_without_torchvision() -> None:
+    """Skip the test that asks where torchvision was not installed."""
+    if TORCHVISION not in os.environ:
+        pytest.skip(
+            "vLLM's models import torchvision: pip install --no-deps --target FOLDER torchvision==0.28.0, and name the "
+            f"folder in {TORCHVISION}"
+        )
 
 
 def has_bfloat16() -> bool:

@@ -62,6 +62,26 @@ def eagle_head(folder: Path, model: Path) -> dict[str, Any]:
     return {"speculative_config": _drafted_by("eagle", drafter)}
 
 
+def eagle3_head(folder: Path, model: Path) -> dict[str, Any]:
+    """As :func:`eagle_head`, over what three layers of the model come to, with an output layer of its own. Its layer
+    reads that beside the last token, so that its queries, keys and values are of both."""
+    drafter = families.make("llama", folder / "eagle3", seed=1)
+    config = json.loads((drafter / "config.json").read_text())
+    seen = {"num_hidden_layers": 1, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
+    (drafter / "config.json").write_text(json.dumps(config | seen))
+    weights = {name.removeprefix("model."): tensor for name, tensor in load_file(drafter / "model.safetensors").items()}
+    head = {"lm_head.weight": weights["lm_head.weight"], "norm.weight": weights["norm.weight"]}
+    layer = {name.replace("layers.0.", "midlayer."): weights[name] for name in weights if name.startswith("layers.0.")}
+    layer["midlayer.hidden_norm.weight"] = torch.ones(HIDDEN)
+    drawn = torch.Generator().manual_seed(2)
+    for name in ("q", "k", "v"):
+        path = f"midlayer.self_attn.{name}_proj.weight"
+        layer[path] = torch.randn(len(layer[path]), 2 * HIDDEN, generator=drawn) * families.SPREAD
+    layer["fc.weight"] = torch.randn(HIDDEN, 3 * HIDDEN, generator=drawn) * families.SPREAD
+    save_file(head | layer, drafter / "model.safetensors", {"format": "pt"})
+    return {"speculative_config": _drafted_by("eagle3", drafter)}
+
+
 def further_layer(folder: Path, model: Path) -> dict[str, Any]:
     """A layer of the model's own that drafts, as MiMo has one: multi-token prediction."""
     config = json.loads((model / "config.json").read_text())
@@ -73,6 +93,21 @@ def further_layer(folder: Path, model: Path) -> dict[str, Any]:
     weights |= {f"{own}{name}_layernorm.weight": torch.ones(HIDDEN) for name in ("token", "hidden", "final")}
     drawn = torch.Generator().manual_seed(2)
     weights[f"{own}input_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=drawn) * families.SPREAD
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+
+
+def further_latent_layer(folder: Path, model: Path) -> dict[str, Any]:
+    """A layer with latent attention that drafts, as DeepSeek V3 has one."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    weights, last, own = load_file(model / "model.safetensors"), "model.layers.1.", "model.layers.2."
+    weights |= {name.replace(last, own): weights[name].clone() for name in [*weights] if name.startswith(last)}
+    weights |= {f"{own}{name}.weight": torch.ones(HIDDEN).bfloat16() for name in ("enorm", "hnorm", "shared_head.norm")}
+    shared = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    weights |= {f"{own}{name}.weight": weights[f"{of}.weight"].clone() for name, of in shared.items()}
+    drawn = torch.Generator().manual_seed(2)
+    weights[f"{own}eh_proj.weight"] = (torch.randn(HIDDEN, 2 * HIDDEN, generator=drawn) * families.SPREAD).bfloat16()
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 
@@ -112,7 +147,9 @@ ENGINES: dict[str, Feature] = {
     "speculation by ngram, windows": Feature("gpt-oss", of_ngrams(), slow=True, drafts=True, tolerance=PADDED),
     "speculation by a draft model": Feature("llama", prepare=itself_as_drafter, drafts=True),
     "speculation by EAGLE": Feature("llama", prepare=eagle_head, slow=True, drafts=True),
+    "speculation by EAGLE-3": Feature("llama", prepare=eagle3_head, slow=True, drafts=True),
     "speculation by MTP": Feature("qwen2", prepare=further_layer, slow=True, drafts=True),
+    "speculation by MTP on MLA": Feature("deepseek-v3", prepare=further_latent_layer, slow=True, drafts=True),
 }
 """By name; up to the first comma it is that of the support matrix."""
 

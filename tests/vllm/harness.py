@@ -25,6 +25,9 @@ TIE_GAP = 1e-4
 """A first difference where the reference's two best log-probabilities are closer than this is a tie."""
 TIES_PER_TOKEN = 1 / 50_000
 HOST_GIB = 0.25
+TORCHVISION = "KVPOLICY_TORCHVISION"
+"""Names a folder that torchvision was installed to without its dependencies."""
+BESIDE = ROOT / "tests" / "vllm" / "torchvision_beside"
 
 
 def environment(workers: int = 1, multiprocess: bool = False) -> dict[str, str]:
@@ -52,10 +55,17 @@ class EngineFailed(AssertionError):
     """The engine's process ended badly; carries the end of what it printed."""
 
 
-def run(job: dict[str, Any], folder: Path, *, workers: int = 1, multiprocess: bool = False) -> dict[str, Any]:
-    """Run one job in a new process and return its result. Raises :class:`EngineFailed` with the child's last lines."""
-    alone = workers == 1 and not multiprocess  # other engines start processes of their own, and choose how
-    return run_module("tests.vllm.engine_process", job, folder, environment(workers, multiprocess), warm=alone)
+def run(
+    job: dict[str, Any], folder: Path, *, workers: int = 1, multiprocess: bool = False, torchvision: bool = False
+) -> dict[str, Any]:
+    """Run one job in a new process and return its result; ``torchvision``: which can import it. Raises
+    :class:`EngineFailed` with the child's last lines."""
+    variables = environment(workers, multiprocess)
+    if torchvision:
+        variables["PYTHONPATH"] = os.pathsep.join([str(BESIDE), os.environ[TORCHVISION], variables["PYTHONPATH"]])
+    # Engines of several processes start them themselves, and choose how.
+    alone = workers == 1 and not multiprocess and not torchvision
+    return run_module("tests.vllm.engine_process", job, folder, variables, warm=alone)
 
 
 def run_module(

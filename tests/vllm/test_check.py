@@ -130,9 +130,10 @@ def test_groups_that_share_memory_are_counted_once(process: EngineProcess, tmp_p
     [
         ("llama", features.itself_as_drafter, 4),
         ("llama", features.eagle_head, 1),
+        ("llama", features.eagle3_head, 1),
         ("qwen2", features.further_layer, 1),
     ],
-    ids=["draft model", "EAGLE", "MTP"],
+    ids=["draft model", "EAGLE", "EAGLE-3", "MTP"],
 )
 def test_a_drafters_layers_are_in_the_same_blocks(
     process: EngineProcess, family: str, prepare: Any, layers: int, tmp_path: Path

@@ -48,7 +48,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "request": asked(), "engine": ENGINE | chunks | family.engine | {"dtype": family.dtype},
         "plugin": harness.plugin("always-swap"), "family": name,
     }  # fmt: skip
-    return harness.run(job, folder) | {"family": name}
+    return harness.run(job, folder, torchvision=family.torchvision) | {"family": name}
 
 
 def test_its_layers_are_of_the_kinds_that_it_stands_for(result: dict[str, Any]) -> None:

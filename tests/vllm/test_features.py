@@ -36,17 +36,20 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         skip_before_tables("speculation is")
     model = families.make(feature.family, folder / "model")
     prepared = feature.prepare(folder, model) if feature.prepare else {}
-    drafts = KV_BLOCKS_OF_ONE if prepared else {}
+    drafts = KV_BLOCKS_OF_ONE if prepared and family.chunks else {}
+    chunks = {"max_num_batched_tokens": 64 if family.chunks else 512}
     job = {
         "scenario": "interrupted", "model": str(model), "cases": CASES, "request": asked(),
         "plugin": harness.plugin("always-swap"),
-        "engine": ENGINE | {"max_num_batched_tokens": 64} | family.engine | feature.engine | prepared | drafts,
+        "engine": ENGINE | chunks | {"dtype": family.dtype} | family.engine | feature.engine | prepared | drafts,
     }  # fmt: skip
     return harness.run(job, folder) | {"feature": feature, "model": model, "prepared": prepared}
 
 
 @pytest.mark.parametrize("case", SWAPPED)
 def test_a_swap_changes_no_bit(case: str, result: dict[str, Any]) -> None:
+    if case == "in its prefill" and not family_of(result).chunks:
+        pytest.skip("vLLM computes this family's prompts whole")
     found, reference = result["cases"][case], result["cases"]["undisturbed"]
     assert len(set(reference["tokens"])) > 30, "a text that repeats itself may hide a wrong KV entry"
     assert_swapped(found, CASES[case]["tokens"], exactly=not result["feature"].drafts)
@@ -63,13 +66,20 @@ def test_a_block_has_the_bytes_that_the_check_says(result: dict[str, Any]) -> No
     speculation = result["prepared"].get("speculative_config")
     if speculation is None:
         return
-    block_size = families.PLAIN[result["feature"].family].engine["block_size"]
-    flags = ["--dtype", "float32", "--block-size", str(block_size), "--speculative-config", json.dumps(speculation)]
+    family = family_of(result)
+    flags = ["--dtype", family.dtype, "--speculative-config", json.dumps(speculation)]
+    if "block_size" in family.engine:
+        flags += ["--block-size", str(family.engine["block_size"])]
     report = check(str(result["model"]), ServerSettings("always-swap", host_gib=0.25), flags)
+    ((block_size,),) = [{group.block_size for group in report.groups}]
     found = result["cases"][SWAPPED[0]]
     blocks = sum(-(-tokens // block_size) for tokens in found["out_at"])
     saved_blocks = harness.total(found["stats"], "copy_bytes", direction="save") / report.block_bytes
     assert report.ok and saved_blocks in (blocks, blocks + 1)
+
+
+def family_of(result: dict[str, Any]) -> families.Family:
+    return (families.PLAIN | families.FAMILIES)[result["feature"].family]
 
 
 def assert_drafts_alike(drafts: dict[str, Any], reference: dict[str, Any], since: int) -> None:

@@ -131,9 +131,13 @@ def refused(feature: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"method": "eagle3"}, "speculation by eagle3, only by ngram, draft_model, eagle, mtp"),
+        ({"method": "medusa"}, "speculation by medusa, only by ngram, draft_model, eagle, eagle3, mtp"),
         pytest.param({"is_hybrid": True}, "layers keep states", marks=refused("speculation on states")),
-        pytest.param({"use_mla": True}, "an MLA model", marks=refused("speculation on MLA")),
+        pytest.param(
+            {"use_mla": True, "method": "eagle"},
+            "speculation by eagle of an MLA model, only by mtp",
+            marks=refused("speculation on MLA by another method than MTP"),
+        ),
         pytest.param(
             {"asynchronous": True}, "--no-async-scheduling", marks=refused("speculation with asynchronous scheduling")
         ),

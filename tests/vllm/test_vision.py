@@ -3,14 +3,13 @@ out, and nobody is given what another picture came to. Real engines."""
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm import harness, vision
+from tests.vllm import families, harness, vision
 from tests.vllm.test_families import BOUNDARY, ENGINE, INSIDE, LATER, OUTPUT
 from tests.vllm.test_features import assert_same, assert_swapped
 
@@ -38,11 +37,6 @@ VISION = ENGINE | {
 pytestmark = [pytest.mark.slow, pytest.mark.feature("multimodal")]
 
 
-TORCHVISION = "KVPOLICY_TORCHVISION"
-"""Names a folder that torchvision was installed to without its dependencies."""
-BESIDE = Path(__file__).parent / "torchvision_beside"
-
-
 def asked(name: str, picture: int, max_tokens: int = OUTPUT) -> dict[str, Any]:
     """The same text with any picture."""
     rng, model = random.Random(5), vision.MODELS[name]
@@ -54,20 +48,8 @@ def asked(name: str, picture: int, max_tokens: int = OUTPUT) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["llava", "qwen2-vl"])
 def name(request: pytest.FixtureRequest) -> str:
-    if TORCHVISION not in os.environ:
-        pytest.skip(
-            "vLLM's models import torchvision: pip install --no-deps --target FOLDER torchvision==0.28.0, and name the "
-            f"folder in {TORCHVISION}"
-        )
+    families.skip_without_torchvision()
     return str(request.param)
-
-
-def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """As `harness.run`, in a process of its own that has torchvision."""
-    environment = harness.environment()
-    paths = [str(BESIDE), os.environ[TORCHVISION], environment["PYTHONPATH"]]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return harness.run_module("tests.vllm.engine_process", job, folder, environment, warm=False)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +65,7 @@ def result(name: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> d
         "scenario": "interrupted", "model": model, "cases": cases, "request": asked(name, 1), "engine": VISION,
         "plugin": harness.plugin("always-swap"),
     }  # fmt: skip
-    return run(job, tmp_path_factory.mktemp("interrupted"))
+    return harness.run(job, tmp_path_factory.mktemp("interrupted"), torchvision=True)
 
 
 @pytest.mark.parametrize("case", SWAPPED)
@@ -113,10 +95,10 @@ def test_the_same_text_with_another_picture_shares_nothing(name: str, model: str
     requests = [asked(name, picture, max_tokens=70) for picture in (1, 2, 3, 1, 2, 3)]
     caching = VISION | {"enable_prefix_caching": True, "max_num_seqs": 8}
     plenty = {"scenario": "plain", "model": model, "requests": requests, "engine": caching, "gaps": True}
-    reference = run(plenty, tmp_path)
+    reference = harness.run(plenty, tmp_path, torchvision=True)
     assert len({tuple(text) for text in reference["tokens"].values()}) == 3
     scarce = plenty | {"scenario": "album", "engine": caching | {"num_gpu_blocks_override": 23}}
-    result = run(scarce | {"plugin": harness.plugin("always-swap")}, tmp_path)
+    result = harness.run(scarce | {"plugin": harness.plugin("always-swap")}, tmp_path, torchvision=True)
     harness.assert_exact(reference, result)
     harness.assert_nothing_left(result)
     assert harness.total(result["stats"], "loaded_tokens") > 0

@@ -41,8 +41,10 @@ SERVED_STATES = ("MAMBA2", "GDN_ATTN")
 SERVED_KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype``. Others have scales of their own beside the keys and values, or pack several into a
 byte; what a swap of those gives was never compared."""
-SERVED_DRAFTERS = ("ngram", "draft_model", "eagle", "mtp")
+SERVED_DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of ``--speculative-config``."""
+SERVED_MLA_DRAFTERS = ("mtp",)
+"""Those of models with latent attention. No other was compared there."""
 BETWEEN_RELEASES = re.compile(r"\d(a|b|rc)\d|\.dev\d")
 """A release candidate, or a build from untagged sources. Not refused, since nearly all of its code is that of a release
 and refusing would exclude all users who build vLLM."""
@@ -327,7 +329,10 @@ def _refuse_speculation(config: VllmConfig) -> None:
         (method not in SERVED_DRAFTERS, f"speculation by {method}, only by {', '.join(SERVED_DRAFTERS)}: {instead}"),
         # Which of a request's states is the one after its last accepted token only the worker knows.
         (model.is_hybrid, f"speculative decoding of a model whose layers keep states beside attention: {instead}"),
-        (model.use_mla, f"speculative decoding of an MLA model: {instead}"),
+        (
+            model.use_mla and method not in SERVED_MLA_DRAFTERS,
+            f"speculation by {method} of an MLA model, only by {', '.join(SERVED_MLA_DRAFTERS)}: {instead}",
+        ),
         # A CPU turns it off after this is asked first.
         (
             bool(config.scheduler_config.async_scheduling) and not platform().is_cpu(),
