@@ -5,6 +5,7 @@ Served runs are those of ``kvpolicy_vllm.bench.pressure``.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +144,27 @@ def test_windows_are_served_in_shares_of_what_they_take(tmp_path: Path, monkeypa
         taken = {kind for kind, count in run.preemptions.items() if count}
         assert taken and (taken == {run.arm} or run.arm == "learned")
         assert 0.8 < max(run.used_share) <= 1.0 and run.unattributed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.feature("a study of two ranks")
+def test_two_ranks_with_a_file_of_flags(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is that of the file; each rank has half of the heads, and half of a block's bytes."""
+    for name, value in harness.environment(2).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    file, out = tmp_path / "server.yaml", tmp_path / "trace"
+    file.write_text("tensor-parallel-size: 2\ndtype: float32\nenforce-eager: true\nmax-num-batched-tokens: 640\n")
+    how = Measurement(Path(model), vllm_flags=("--config", str(file)), minutes=60)
+    characterize(out, ("sequence-length",), how, reach=TINY, progress=lambda part, done, of: None)
+    trace = traces.read(out)
+    config = json.loads((Path(model) / "config.json").read_text())
+    halves = {"heads": config["num_attention_heads"] // 2, "kv_heads": config["num_key_value_heads"] // 2}
+    for header in trace.headers.values():
+        assert {name: header.geometry[name] for name in halves} == halves and header.token_budget == 640
+    counted = Counter((row["state_id"], row["arm"]) for row in windows(trace))
+    states = [f"sequence-length/{tokens}" for tokens in TINY.lengths]
+    assert counted == {(state, arm): 1 for state in states for arm in ("none", "recompute", "swap")}
 
 
 def test_it_says_what_there_was_to_win(study: tuple[Path, list[str], str], trace: Trace) -> None:
