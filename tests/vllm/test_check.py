@@ -20,7 +20,7 @@ from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.models import make_tokenizer
-from kvpolicy_vllm.check import CheckReport, Group, check, lay_out
+from kvpolicy_vllm.check import LIMIT_S, CheckReport, Group, check, lay_out
 from tests.test_launch import run
 from tests.vllm import families, features
 from tests.vllm.harness import ROOT
@@ -38,7 +38,8 @@ def process() -> Iterator[EngineProcess]:
 
 
 def asked(process: EngineProcess, llm: str, *flags: str, settings: ServerSettings = SWAP) -> dict[str, Any]:
-    return process.ask({"flags": [llm, *launch.serve_flags(llm, launch.options(settings), flags)]})
+    job = {"flags": [llm, *launch.serve_flags(llm, launch.options(settings), flags)]}
+    return process.ask_in_time(job, LIMIT_S)
 
 
 def bytes_of_a_block(llm: str) -> int:
@@ -305,6 +306,16 @@ def test_ranks_beyond_the_kv_heads_hold_copies(model: str) -> None:
     )
     assert many.ok and many.block_bytes == 2 * alone.block_bytes
     assert alone.host_blocks == (1 << 29) // alone.block_bytes
+
+
+def test_data_parallel_cores_have_the_same_blocks_each(process: EngineProcess, model: str) -> None:
+    """None of the others is there to make a process group with. Host memory is given to each core by itself."""
+    alone, two = (
+        asked(process, model, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--data-parallel-size", str(n))
+        for n in (1, 2)
+    )
+    assert not two["refused"] and not two["not_laid_out"] and two["groups"]
+    assert two == alone
 
 
 def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_path: Path) -> None:
