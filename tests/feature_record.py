@@ -1,8 +1,9 @@
 """Records what tests say of the features of the support matrix: ``python -m pytest -p tests.feature_record ...``.
 
 A test names the features that it backs with ``@pytest.mark.feature("name")``; ``refused=True`` says that the plugin
-refuses the feature, which the test shows, and ``before="0.32"`` that it backs it on older versions of vLLM alone. What came out is written to ``docs/features.json``, or to the file that
-``KVPOLICY_FEATURES`` names, one row for each feature, vLLM version and test; rows of other tests and versions stay.
+refuses the feature, which the test shows, and ``before="0.32"`` that it backs it on older versions of vLLM alone. What
+came out is written to ``docs/features.json``, or to the file that ``KVPOLICY_FEATURES`` names, one row for each
+feature, vLLM version and test; rows of other tests and versions stay.
 `tools/feature_table.py` makes the page of it.
 """
 

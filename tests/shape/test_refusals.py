@@ -57,5 +57,5 @@ def test_heads_that_transformers_gives_to_single_layers_are_refused() -> None:
     """A published Gemma 4 says ``global_head_dim``, which transformers replaces when it reads the file."""
     transformers = pytest.importorskip("transformers")
     fields = transformers.Gemma4TextConfig(num_kv_shared_layers=0, hidden_size_per_layer_input=0).to_dict()
-    with pytest.raises(ConfigError, match="per_layer_config|global_head_dim"):
+    with pytest.raises(ConfigError, match=r"per_layer_config|global_head_dim"):
         ModelShape.from_config(fields | {"dtype": "bfloat16"})

@@ -17,7 +17,6 @@ import pytest
 from kvpolicy import cost
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue
 from kvpolicy.settings import Measurement, ServerSettings
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.run_characterize import characterize
@@ -78,7 +77,7 @@ def test_what_would_not_start_is_refused_with_the_reason(model: str, tmp_path: P
             profile(out, Measurement(Path(model), vllm_flags=wrong))
     with pytest.raises(InputError, match=r"--block-size cannot be given .*: the study has block sizes of its own"):
         characterize(out, ("block-size",), Measurement(Path(model), vllm_flags=("--block-size", "32")))
-    with pytest.raises(WrongValue, match="which is not there"):
+    with pytest.raises(InputError, match="none: no such folder"):
         profile(out, Measurement(tmp_path / "none"))
 
 
