@@ -72,8 +72,8 @@ def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--no-such-flag",), "--no-such-flag"),
-        (("--block-size", "many"), "--block-size"),
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+        (("--block-size", "many"), "argument --block-size: invalid"),
         (("--pipeline-parallel-size", "2"), "kvpolicy does not serve pipeline parallelism: --pipeline-parallel-size"),
         (("--max-model-len", "1000000"), "max_model_len"),
     ],
@@ -83,6 +83,7 @@ def test_flags_that_would_end_the_engine(
 ) -> None:
     found = asked(process, model, *flags)
     assert words in found["refused"] and "validation error" not in found["refused"]
+    assert "error:" not in found["refused"], "no program's name is before it"
     assert found["groups"] == [] and found["engine"].startswith("vllm ")
     helps = ["--pipeline-parallel-size 1"] if "--pipeline-parallel-size" in flags else []
     assert found["helps"] == helps, "of what vLLM itself refuses, its message says what is right"
@@ -258,6 +259,7 @@ def test_the_report_says_what_host_memory_holds() -> None:
     two = (Group("FullAttentionSpec", 4, 16, None), Group("SlidingWindowSpec", 4, 16, 128))
     assert "sliding-window attention over 128 tokens" in report(groups=two).text()
     assert report(groups=two).text().endswith("1,024 blocks")
+    assert "  1 layer of full attention, blocks" in report(groups=(Group("FullAttentionSpec", 1, 16, None),)).text()
 
 
 @pytest.mark.parametrize("is_laid_out", [True, False])
@@ -316,6 +318,25 @@ def test_data_parallel_cores_have_the_same_blocks_each(process: EngineProcess, m
     )
     assert not two["refused"] and not two["not_laid_out"] and two["groups"]
     assert two == alone
+
+
+EXAMPLE = {
+    "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": "/nowhere"},
+}  # fmt: skip
+
+
+def test_other_connectors_are_put_behind(process: EngineProcess, model: str) -> None:
+    """vLLM takes the list that is made of them, the plugin says of it what it would say of one in full, and looks for
+    what helps in its own options."""
+    flags = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-transfer-config")
+    alone = asked(process, model, *flags[:-1])
+    assert not alone["refused"] and asked(process, model, *flags, json.dumps(EXAMPLE)) == alone
+    wrong = asked(process, model, *flags, json.dumps(EXAMPLE | {"kv_connector": "OffloadingConnector"}))
+    assert "OffloadingConnector should not be there" in wrong["refused"]
+    ordered = ServerSettings("always-swap", host_gib=0.5, order="urgent")
+    found = asked(process, model, *flags, json.dumps(EXAMPLE), settings=ordered)
+    assert "order urgent" in found["refused"] and found["helps"] == ["--order fcfs"]
 
 
 def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +26,9 @@ from kvpolicy_vllm.plugin.versions import refuse_unsupported
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+PROGRAM_FIRST = re.compile(r"^\S+( serve)?: error: ")
+"""What argparse puts before an error: the name of this process's program, which is no user's."""
+
 
 class RefusedByVllm(InputError):
     """vLLM itself does not take the flags, or not with this model; the message is vLLM's."""
@@ -41,7 +45,7 @@ def parsed(flags: Sequence[str]) -> Namespace:
             arguments = parser.parse_args(["serve", *flags])
     except SystemExit:
         last_line = (printed.getvalue().strip().splitlines() or ["--help and --version start no server"])[-1]
-        raise RefusedByVllm(last_line) from None
+        raise RefusedByVllm(PROGRAM_FIRST.sub("", last_line)) from None
     arguments.model = arguments.model_tag or arguments.model
     command.validate(arguments)
     return cast(Namespace, arguments)

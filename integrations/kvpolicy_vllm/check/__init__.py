@@ -37,7 +37,8 @@ class Group:
     def text(self) -> str:
         window = "" if self.window is None else f" over {self.window:,} tokens"
         kind = KINDS.get(self.kind, self.kind)
-        return f"{self.layers} layers of {kind}{window}, blocks of {self.block_size} tokens"
+        layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
+        return f"{layers} of {kind}{window}, blocks of {self.block_size} tokens"
 
 
 @dataclass(frozen=True, slots=True)
