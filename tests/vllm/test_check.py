@@ -10,11 +10,12 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MistralConfig
+from transformers import Gemma4Config, MistralConfig
 
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
@@ -87,6 +88,15 @@ def test_flags_that_would_end_the_engine(
     assert found["groups"] == [] and found["engine"].startswith("vllm ")
     helps = ["--pipeline-parallel-size 1"] if "--pipeline-parallel-size" in flags else []
     assert found["helps"] == helps, "of what vLLM itself refuses, its message says what is right"
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_package_that_the_models_code_lacks_is_named(process: EngineProcess, tmp_path: Path) -> None:
+    """vLLM names its log, which nobody sees."""
+    Gemma4Config(architectures=["Gemma4ForConditionalGeneration"]).save_pretrained(tmp_path)
+    make_tokenizer(256).save_pretrained(tmp_path)
+    refused = asked(process, str(tmp_path), "--max-model-len", "512")["refused"]
+    assert refused.endswith("failed to be inspected: ModuleNotFoundError: No module named 'torchvision'")
 
 
 def test_a_folder_without_a_model(process: EngineProcess, tmp_path: Path) -> None:
