@@ -60,11 +60,9 @@ class Family:
     groups: tuple[str, ...]
     """The kinds of its KV cache groups, by the names of vLLM's specifications, sorted."""
     dtype: str = "float32"
-    """The only one that vLLM's CPU build computes it in, where it is not float32."""
+    """What it is computed in; vLLM's CPU build computes some families in bfloat16 alone."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Engine arguments."""
-    chunks: bool = True
-    """Whether vLLM computes its prompts in chunks on a CPU without AMX."""
 
 
 def llama() -> PretrainedConfig:
@@ -141,6 +139,9 @@ def deepseek_v2() -> PretrainedConfig:
 
 PLAIN: dict[str, Family] = {
     "llama": Family(llama, "full attention", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
+    "llama, bfloat16": Family(
+        llama, "full attention", ("FullAttentionSpec",), "bfloat16", engine={"block_size": 32, **NO_CACHING}
+    ),
     "qwen2": Family(qwen2, "full attention", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
     "mixtral": Family(mixtral, "MoE", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
     "qwen3-moe": Family(qwen3_moe, "MoE", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
@@ -175,7 +176,7 @@ FAMILIES: dict[str, Family] = {
     "granite-4": Family(granite4, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 3)),
     "nemotron-h": Family(nemotron_h, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 2)),
     "qwen3-next": Family(qwen3_next, "GDN states", ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16"),
-    "deepseek-v2": Family(deepseek_v2, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
+    "deepseek-v2": Family(deepseek_v2, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING),
 }
 
 
