@@ -162,7 +162,10 @@ def _refuse_object(field: str, value: object, base: type[Any]) -> None:
 class Measurement:
     """Settings with which a live engine is measured."""
 
-    llm: Path | None = option("Folder of a model, or its id at a hub. Default: a small model is generated.", None)
+    llm: str | Path | None = option(
+        "Folder of a model, or its id at a hub. Default: a small model is generated.", None, metavar="MODEL"
+    )
+    """As a text, ``./x`` is a folder; a path does not keep the ``./``."""
     quick: bool = option(
         "Fewer states, levels and repeats: takes minutes, or a quarter of an hour for a study on two cores.",
         False,
@@ -180,9 +183,17 @@ class Measurement:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.llm, Path):
+            object.__setattr__(self, "llm", str(self.llm))
         validate(self)
         refuse_no_flags(self.vllm_flags)
         object.__setattr__(self, "vllm_flags", tuple(self.vllm_flags))
+
+    @property
+    def llm_folder(self) -> Path | None:
+        """The model's folder; None where it has none here."""
+        folder = None if self.llm is None else Path(self.llm).expanduser()
+        return folder if folder is not None and folder.exists() else None
 
 
 EACH_COUNT = Rule("1 or more each", lambda values: all(one >= 1 for one in values))

@@ -1,8 +1,9 @@
 """Records what tests say of the features of the support matrix: ``python -m pytest -p tests.feature_record ...``.
 
 A test names the features that it backs with ``@pytest.mark.feature("name")``; ``refused=True`` says that the plugin
-refuses the feature, which the test shows. What came out is written to ``docs/features.json``, or to the file that
-``KVPOLICY_FEATURES`` names, one row for each feature, vLLM version and test; rows of other tests and versions stay.
+refuses the feature, which the test shows, and ``before="0.32"`` that it backs it on older versions of vLLM alone. What
+came out is written to ``docs/features.json``, or to the file that ``KVPOLICY_FEATURES`` names, one row for each
+feature, vLLM version and test; rows of other tests and versions stay.
 `tools/feature_table.py` makes the page of it.
 """
 
@@ -58,6 +59,16 @@ def how_of(item: pytest.Item, mark: pytest.Mark) -> str:
     return "scheduler" if item.get_closest_marker("scheduler") else "engine"
 
 
+def holds(mark: pytest.Mark, version: str) -> bool:
+    """Whether the test backs the mark's feature on that version."""
+    before = mark.kwargs.get("before")
+    return before is None or (version != WITHOUT_VLLM and _parts(version) < _parts(before))
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
 class Recorder:
     """Collects outcomes and writes them when the tests have ended."""
 
@@ -80,9 +91,9 @@ class Recorder:
         if report.when != "call" and report.outcome == "passed":
             return
         outcome = report.outcome if report.when == "call" or report.outcome == "skipped" else "failed"
-        test = item.nodeid.split("[")[0]
-        for mark in item.iter_markers("feature"):
-            key = (mark.args[0], version_of(item), test)
+        test, version = item.nodeid.split("[")[0], version_of(item)
+        for mark in (mark for mark in item.iter_markers("feature") if holds(mark, version)):
+            key = (mark.args[0], version, test)
             _, counts = self._rows.setdefault(key, (how_of(item, mark), Counter()))
             counts[outcome] += 1
 

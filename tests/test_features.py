@@ -90,6 +90,11 @@ def test_of_versions(version):
 def test_of_none():
     pass
 
+@pytest.mark.feature("turned down at first", refused=True, before="0.31")
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.0"])
+def test_of_some(version):
+    pass
+
 @pytest.mark.feature("shown")
 def test_skipped():
     pytest.skip("no")
@@ -112,6 +117,8 @@ def test_outcomes_are_recorded_by_version_and_others_stay(wrong: str, tmp_path: 
     assert rows["shown", "0.31"].get("failed" if wrong else "passed") == 1
     assert rows["turned down", WITHOUT_VLLM]["how"] == "refused"
     assert rows["shown", WITHOUT_VLLM]["skipped"] == 1
+    at_first = [version for feature, version in rows if feature == "turned down at first"]
+    assert at_first == ["0.30"], "from 0.31 on it is served"
 
 
 def test_skipping_a_test_forgets_nothing() -> None:
@@ -126,4 +133,5 @@ def test_what_a_test_backs_no_more_goes_once_it_is_run_again() -> None:
     others = [row | {"test": "u"}, row | {"feature": "g"}]
     ran = {("g", "0.32", "t"): ("refused", Counter(passed=1))}
     assert merged([row, *others], ran, {"t": {"g"}, "u": {"g"}}) == others
+    assert merged([row], {("g", "0.33", "t"): ("engine", Counter(passed=1))}, {"t": {"f", "g"}})[0] == row
     assert merged([row], ran, {"t": {"f", "g"}}) == [row, row | {"feature": "g"}], "one of its parameters backs it"

@@ -162,7 +162,6 @@ def test_with_one_vllm_serve_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     [
         "--scheduler-cls",
         "--scheduler_cls",
-        "--kv-transfer-config={}",
         "--kv-transfer-config.kv_role",
         "--kv-transfer",
         "--kv-offloading-size",
@@ -205,6 +204,13 @@ def test_a_misspelt_flag_is_named_where_the_one_that_is_meant_is_missing(capsys:
         assert "Missing option '--policy'. --polcy is no flag of kvpolicy: is it a misspelling?" in said
     assert run("serve", "some/llm", "--port", "8001") == 2
     assert "misspelling" not in capsys.readouterr().err
+
+
+def test_a_second_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM would take it for the model, and the first for an unknown argument."""
+    for flags in (["--model", "x"], ["--model=x"]):
+        assert run("serve", "some/llm", "--policy", "always-swap", *flags, "--dry-run") == 2
+        assert "--model cannot be given: the model comes before vLLM's flags" in capsys.readouterr().err
 
 
 def test_they_are_refused_in_a_config_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -472,7 +478,7 @@ class TestFromPython:
             ((ServerSettings,), "settings is ServerSettings, a class"),
             (("always-swap", "--port 8001"), "vllm_flags is '--port 8001', should be a list"),
             (("always-swap", ["--port", 8001]), r"vllm_flags\[1\] is 8001 \(int\), should be a text"),
-            (("always-swap", ["--scheduler-cls", "x"]), "--scheduler-cls cannot be given together with --policy"),
+            (("always-swap", ["--scheduler-cls", "x"]), "--scheduler-cls cannot be given: kvpolicy sets it itself"),
             (("sometimes",), "'sometimes' is no policy"),
         ],
     )

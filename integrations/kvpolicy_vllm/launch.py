@@ -17,6 +17,7 @@ import yaml
 from kvpolicy.errors import InputError
 from kvpolicy.integrations import require
 from kvpolicy_vllm.config_file import merge, read_text, settings_of
+from kvpolicy_vllm.given_transfer import given_transfer, put_first
 from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, options, transfer_config, writes_to_disk
 
 __all__ = [
@@ -24,12 +25,14 @@ __all__ = [
     "serve_command", "serve_flags", "server", "shell_line",
 ]  # fmt: skip
 
+TRANSFER = "--kv-transfer-config"
 REFUSED = {
     "--scheduler-cls": "kvpolicy sets it itself",
-    "--kv-transfer-config": "kvpolicy sets it itself; its options are kvpolicy's own, as --host-gib and --trace",
+    TRANSFER: "kvpolicy sets it itself; other connectors are taken from the whole flag on the command line",
     "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in the memory set by --host-gib",
 }
 REFUSED_WHEN_MEASURED = REFUSED | {
+    TRANSFER: "kvpolicy sets it itself",
     "--num-gpu-blocks-override": "kvpolicy sets it itself: as many blocks as the measured states need",
 }
 """An engine that is measured gets what it needs of these."""
@@ -38,9 +41,10 @@ AMBIGUOUS_PREFIX = "--kv-"
 SHUTDOWN = "--shutdown-timeout"
 
 
-def flags(extra: Mapping[str, Any]) -> list[str]:
-    """The plugin's flags for ``vllm serve``."""
-    return ["--scheduler-cls", SCHEDULER, "--kv-transfer-config", json.dumps(transfer_config(extra))]
+def flags(extra: Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """The plugin's flags for ``vllm serve``. ``given``: the user's ``--kv-transfer-config``, see :func:`put_first`."""
+    transfer = put_first(extra, given) if given else transfer_config(extra)
+    return ["--scheduler-cls", SCHEDULER, TRANSFER, json.dumps(transfer)]
 
 
 def config_into(file: Path, extra: Mapping[str, Any]) -> str:
@@ -75,8 +79,10 @@ def serve_flags(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -
     """The server's flags, after the model: the plugin's and vLLM's. Raises as :func:`serve_command`."""
     if llm.startswith("-"):
         raise InputError(f"the model comes before vLLM's flags, as in: LLM --policy P {llm} ...")
+    given, vllm_flags = given_transfer(vllm_flags)
     present_flags = _present_flags(vllm_flags)
     _refuse_flags(present_flags)
+    _refuse_second_model(present_flags)
     shutdown_flags = []
     if (
         writes_to_disk(extra)
@@ -84,7 +90,7 @@ def serve_flags(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -
         and _vllm_knows(SHUTDOWN)
     ):
         shutdown_flags = [SHUTDOWN, str(SHUTDOWN_S)]
-    return [*flags(extra), *shutdown_flags, *vllm_flags]
+    return [*flags(extra, given), *shutdown_flags, *vllm_flags]
 
 
 def refuse_measured(vllm_flags: Sequence[str], has_model: bool, also: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -96,7 +102,9 @@ def refuse_measured(vllm_flags: Sequence[str], has_model: bool, also: Mapping[st
     refused = REFUSED_WHEN_MEASURED | dict(also)
     if not has_model:
         refused["--model"] = "the model to measure is given by --llm"
-    _refuse_flags(_present_flags(vllm_flags), refused, "of an engine that is measured")
+    present_flags = _present_flags(vllm_flags)
+    _refuse_flags(present_flags, refused, " of an engine that is measured")
+    _refuse_second_model(present_flags)
 
 
 def refuse_missing_folder(llm: str) -> None:
@@ -112,13 +120,19 @@ def refuse_missing_folder(llm: str) -> None:
 def _refuse_flags(
     present_flags: Iterable[tuple[str, str]],
     refused_flags: Mapping[str, str] = MappingProxyType(REFUSED),
-    when: str = "together with --policy",
+    when: str = "",
 ) -> None:
     """Raise InputError naming the first flag that kvpolicy sets itself, also in a ``--config`` file."""
     for flag, where in present_flags:
         for refused, reason in refused_flags.items():
             if _may_mean(flag, refused, AMBIGUOUS_PREFIX):
-                raise InputError(f"{flag}{where} cannot be given {when}: {reason}")
+                raise InputError(f"{flag}{where} cannot be given{when}: {reason}")
+
+
+def _refuse_second_model(present_flags: Iterable[tuple[str, str]]) -> None:
+    """Raise InputError where the command line names a model by its flag, too. In a file vLLM ignores it."""
+    if ("--model", "") in present_flags:
+        raise InputError("--model cannot be given: the model comes before vLLM's flags, without a flag")
 
 
 def _present_flags(vllm_flags: Sequence[str]) -> list[tuple[str, str]]:

@@ -25,12 +25,14 @@ _STATE = re.compile(
 )
 _CHUNK = re.compile(r"chunk")
 _SHARED_KV = re.compile(r"kv_shared|global_head_dim|global_key_value")
+_SHAPE_OF_LAYER = re.compile(r"^per_layer_config|^hidden_size_per_layer_input")
 _SPARSE_ATTENTION = re.compile(r"^index_(topk|n_heads|head_dim)")
 _MEANINGS = (
     (_EXPERTS, "experts it describes are not counted"),
     (_STATE, "layers that keep a state instead of KV are not understood"),
     (_CHUNK, "attention within chunks is not understood"),
     (_SHARED_KV, "layers that share KV, or keep KV of another size, are not understood"),
+    (_SHAPE_OF_LAYER, "what single layers have of their own is not understood"),
     (_SPARSE_ATTENTION, "attention to chosen tokens is not understood"),
 )
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
-from kvpolicy.settings import GIB
+from kvpolicy.settings import GIB, Measurement
 from kvpolicy_vllm.bench.engine_process import FLAGS
 from kvpolicy_vllm.bench.own_server import OwnServer, named_model
 from kvpolicy_vllm.bench.profile_parts import QUICK, Part, Rig, parts_of, tables_of
@@ -84,9 +85,13 @@ def test_no_more_requests_run_than_the_server_lets(tmp_path: Path) -> None:
 def test_a_model_is_a_folder_or_an_id_at_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    assert named_model(None) is None
-    assert named_model(Path("mine")) == str(tmp_path / "mine")
-    assert named_model(Path("name")) == "name" and named_model(Path("org/name")) == "org/name"
-    for missing in ("/no/such", "../other", "a/b/c", "s3://bucket/model"):
+    assert named_model(Measurement()) is None
+    assert named_model(Measurement(Path("mine"))) == named_model(Measurement("./mine")) == str(tmp_path / "mine")
+    for name in ("name", "org/name"):
+        assert named_model(Measurement(name)) == named_model(Measurement(Path(name))) == name
+    for missing in ("/no/such", "../other", "./other", "./org/name"):
+        with pytest.raises(InputError, match=f"^{missing}: no such folder; should be a model's folder, or its id at a"):
+            named_model(Measurement(missing))
+    for missing in ("a/b/c", "s3://bucket/model"):
         with pytest.raises(WrongValue, match="which is not there; should be a model's folder, or its id at a hub"):
-            named_model(Path(missing))
+            named_model(Measurement(missing))

@@ -14,7 +14,8 @@ BY_NAME = {remedy.name: remedy for remedy in REMEDIES}
 
 
 def arguments(extra: dict[str, Any] | None = None, **values: Any) -> Any:
-    transfer = SimpleNamespace(kv_connector_extra_config={"policy": "cheapest:mine", **(extra or {})})
+    options = {"policy": "cheapest:mine", **(extra or {})}
+    transfer = SimpleNamespace(kv_connector="KVPolicyConnector", kv_connector_extra_config=options)
     return SimpleNamespace(kv_transfer_config=transfer, **values)
 
 

@@ -43,9 +43,19 @@ def test_fields_that_are_unset_or_cost_nothing_are_no_reason_to_refuse(change: d
         ({"ssm_cfg": {"d_state": 16}}, "ssm_cfg is .* keep a state"),
         ({"state_size": 16}, "state_size is 16: .* keep a state"),
         ({"num_kv_shared_layers": 10}, "num_kv_shared_layers is 10: layers that share KV"),
+        ({"per_layer_config": {5: {"head_dim": 512}}}, "per_layer_config is .* what single layers have of their own"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256: what single layers"),
         ({"index_topk": 2048}, "index_topk is 2048: attention to chosen tokens"),
     ],
 )
 def test_a_field_whose_cost_is_not_counted_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_config(LLAMA_31_8B | change)
+
+
+def test_heads_that_transformers_gives_to_single_layers_are_refused() -> None:
+    """A published Gemma 4 says ``global_head_dim``, which transformers replaces when it reads the file."""
+    transformers = pytest.importorskip("transformers")
+    fields = transformers.Gemma4TextConfig(num_kv_shared_layers=0, hidden_size_per_layer_input=0).to_dict()
+    with pytest.raises(ConfigError, match=r"per_layer_config|global_head_dim"):
+        ModelShape.from_config(fields | {"dtype": "bfloat16"})

@@ -66,11 +66,9 @@ class Family:
     groups: tuple[str, ...]
     """The kinds of its KV cache groups, by the names of vLLM's specifications, sorted."""
     dtype: str = "float32"
-    """The only one that vLLM's CPU build computes it in, where it is not float32."""
+    """What it is computed in; vLLM's CPU build computes some families in bfloat16 alone."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Engine arguments."""
-    chunks: bool = True
-    """Whether vLLM computes its prompts in chunks on a CPU without AMX."""
     torchvision: bool = False
     """Whether vLLM's code of the model imports it."""
 
@@ -187,6 +185,9 @@ def glm4_moe_lite() -> PretrainedConfig:
 
 PLAIN: dict[str, Family] = {
     "llama": Family(llama, "full attention", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
+    "llama, bfloat16": Family(
+        llama, "full attention", ("FullAttentionSpec",), "bfloat16", engine={"block_size": 32, **NO_CACHING}
+    ),
     "qwen2": Family(qwen2, "full attention", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
     "mixtral": Family(mixtral, "MoE", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
     "qwen3-moe": Family(qwen3_moe, "MoE", ("FullAttentionSpec",), engine={"block_size": 32, **NO_CACHING}),
@@ -225,9 +226,9 @@ FAMILIES: dict[str, Family] = {
     "nemotron-h": Family(nemotron_h, "Mamba2 states", ("FullAttentionSpec", *["MambaSpec"] * 2)),
     "qwen3-next": Family(qwen3_next, "GDN states", ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16"),
     "qwen3.5": Family(qwen3_5, "GDN states", ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16", torchvision=True),
-    "deepseek-v2": Family(deepseek_v2, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
-    "deepseek-v3": Family(deepseek_v3, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
-    "glm-4.7": Family(glm4_moe_lite, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
+    "deepseek-v2": Family(deepseek_v2, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING),
+    "deepseek-v3": Family(deepseek_v3, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING),
+    "glm-4.7": Family(glm4_moe_lite, "MLA", ("MLAAttentionSpec",), "bfloat16", NO_CACHING),
 }
 
 

@@ -37,6 +37,13 @@ class Feature:
     """By how much log-probabilities may differ after a swap."""
 
 
+def budget_of(feature: Feature) -> dict[str, Any]:
+    """The engine argument by which a step holds the longest prompt, where vLLM may compute it whole, as with latent
+    attention on a CPU without AMX: with drafts it does not raise the budget to that by itself."""
+    whole = feature.drafts and (families.PLAIN | families.FAMILIES)[feature.family].feature == "MLA"
+    return {"max_num_batched_tokens": 640} if whole else {}
+
+
 def of_ngrams() -> dict[str, Any]:
     """What was said once is drafted whenever its first token comes again."""
     drafted = {"method": "ngram", "num_speculative_tokens": DRAFTED, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

@@ -19,7 +19,8 @@ MAX_STEPS = 5_000
 
 def interrupted(job: dict[str, Any]) -> dict[str, Any]:
     """``job["cases"]``: by name, ``tokens`` (the lengths at which the request is forced out, rising), ``kind`` (what is
-    done with it), ``failing`` (whether its loads fail), and ``request``, where it is not ``job["request"]``."""
+    done with it), ``failing`` (whether its loads fail), and ``request``, where it is not ``job["request"]``. In the
+    result, ``chunks`` is whether vLLM computes prompts in chunks here: those of MLA, on a CPU, only with AMX."""
     run = scenarios.Run(job)
     groups = run.scheduler.kv_cache_config.kv_cache_groups
     found = {
@@ -27,7 +28,8 @@ def interrupted(job: dict[str, Any]) -> dict[str, Any]:
     }
     beams = _beams(run, job["beams"]) if "beams" in job else {}
     kinds = sorted(type(group.kv_cache_spec).__name__ for group in groups)
-    return {"cases": found, "groups": kinds, "beams": beams} | run.result()
+    chunks = bool(run.scheduler.scheduler_config.enable_chunked_prefill)
+    return {"cases": found, "groups": kinds, "beams": beams, "chunks": chunks} | run.result()
 
 
 def _case(run: scenarios.Run, name: str, request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:

@@ -10,17 +10,18 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MistralConfig
+from transformers import Gemma4Config, MistralConfig
 
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.models import make_tokenizer
-from kvpolicy_vllm.check import CheckReport, Group, check, lay_out
+from kvpolicy_vllm.check import LIMIT_S, CheckReport, Group, check, lay_out
 from tests.test_launch import run
 from tests.vllm import families, features
 from tests.vllm.harness import ROOT
@@ -38,7 +39,8 @@ def process() -> Iterator[EngineProcess]:
 
 
 def asked(process: EngineProcess, llm: str, *flags: str, settings: ServerSettings = SWAP) -> dict[str, Any]:
-    return process.ask({"flags": [llm, *launch.serve_flags(llm, launch.options(settings), flags)]})
+    job = {"flags": [llm, *launch.serve_flags(llm, launch.options(settings), flags)]}
+    return process.ask_in_time(job, LIMIT_S)
 
 
 def bytes_of_a_block(llm: str) -> int:
@@ -71,8 +73,8 @@ def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--no-such-flag",), "--no-such-flag"),
-        (("--block-size", "many"), "--block-size"),
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+        (("--block-size", "many"), "argument --block-size: invalid"),
         (("--pipeline-parallel-size", "2"), "kvpolicy does not serve pipeline parallelism: --pipeline-parallel-size"),
         (("--max-model-len", "1000000"), "max_model_len"),
     ],
@@ -82,9 +84,19 @@ def test_flags_that_would_end_the_engine(
 ) -> None:
     found = asked(process, model, *flags)
     assert words in found["refused"] and "validation error" not in found["refused"]
+    assert "error:" not in found["refused"], "no program's name is before it"
     assert found["groups"] == [] and found["engine"].startswith("vllm ")
     helps = ["--pipeline-parallel-size 1"] if "--pipeline-parallel-size" in flags else []
     assert found["helps"] == helps, "of what vLLM itself refuses, its message says what is right"
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_package_that_the_models_code_lacks_is_named(process: EngineProcess, tmp_path: Path) -> None:
+    """vLLM names its log, which nobody sees."""
+    Gemma4Config(architectures=["Gemma4ForConditionalGeneration"]).save_pretrained(tmp_path)
+    make_tokenizer(256).save_pretrained(tmp_path)
+    refused = asked(process, str(tmp_path), "--max-model-len", "512")["refused"]
+    assert refused.endswith("failed to be inspected: ModuleNotFoundError: No module named 'torchvision'")
 
 
 def test_a_folder_without_a_model(process: EngineProcess, tmp_path: Path) -> None:
@@ -258,6 +270,7 @@ def test_the_report_says_what_host_memory_holds() -> None:
     two = (Group("FullAttentionSpec", 4, 16, None), Group("SlidingWindowSpec", 4, 16, 128))
     assert "sliding-window attention over 128 tokens" in report(groups=two).text()
     assert report(groups=two).text().endswith("1,024 blocks")
+    assert "  1 layer of full attention, blocks" in report(groups=(Group("FullAttentionSpec", 1, 16, None),)).text()
 
 
 @pytest.mark.parametrize("is_laid_out", [True, False])
@@ -306,6 +319,35 @@ def test_ranks_beyond_the_kv_heads_hold_copies(model: str) -> None:
     )
     assert many.ok and many.block_bytes == 2 * alone.block_bytes
     assert alone.host_blocks == (1 << 29) // alone.block_bytes
+
+
+def test_data_parallel_cores_have_the_same_blocks_each(process: EngineProcess, model: str) -> None:
+    """None of the others is there to make a process group with. Host memory is given to each core by itself."""
+    alone, two = (
+        asked(process, model, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--data-parallel-size", str(n))
+        for n in (1, 2)
+    )
+    assert not two["refused"] and not two["not_laid_out"] and two["groups"]
+    assert two == alone
+
+
+EXAMPLE = {
+    "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": "/nowhere"},
+}  # fmt: skip
+
+
+def test_other_connectors_are_put_behind(process: EngineProcess, model: str) -> None:
+    """vLLM takes the list that is made of them, the plugin says of it what it would say of one in full, and looks for
+    what helps in its own options."""
+    flags = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-transfer-config")
+    alone = asked(process, model, *flags[:-1])
+    assert not alone["refused"] and asked(process, model, *flags, json.dumps(EXAMPLE)) == alone
+    wrong = asked(process, model, *flags, json.dumps(EXAMPLE | {"kv_connector": "OffloadingConnector"}))
+    assert "OffloadingConnector should not be there" in wrong["refused"]
+    ordered = ServerSettings("always-swap", host_gib=0.5, order="urgent")
+    found = asked(process, model, *flags, json.dumps(EXAMPLE), settings=ordered)
+    assert "order urgent" in found["refused"] and found["helps"] == ["--order fcfs"]
 
 
 def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_path: Path) -> None:

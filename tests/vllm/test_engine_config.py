@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvpolicy.hardware import Geometry
 from kvpolicy.shape import ConfigError, ModelShape
-from kvpolicy_vllm.plugin.engine_config import geometry_of
+from kvpolicy_vllm.plugin.engine_config import geometry_of, why_not_priced
 from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
-from tests.vllm.families import FAMILIES
+from tests.vllm.families import FAMILIES, PLAIN, WINDOW
 
 pytest.importorskip("vllm")
 
@@ -41,6 +42,47 @@ def test_an_engine_sees_the_geometry_of_the_models_shape(
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
     result = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
     assert geometry_of(result) == Geometry.from_config(config)
+
+
+HEADS, HEAD = 2, 32
+
+
+def kv_cache_of(*specs: Any) -> KVCacheConfig:
+    return KVCacheConfig(10, [], [KVCacheGroupSpec([f"{spec}.{i}" for i in "ab"], spec) for spec in specs])
+
+
+def full(heads: int = HEADS, head: int = HEAD, **more: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=head, dtype=torch.float32, **more)
+
+
+def window(heads: int = HEADS, head: int = HEAD) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=16, num_kv_heads=heads, head_size=head, dtype=torch.float32, sliding_window=WINDOW
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "specs", "kept"),
+    [
+        ("llama", [full()], ""),
+        ("llama", [full(head=64)], "256"),
+        ("llama", [full(heads=1)], "64"),
+        ("llama", [full(head_size_v=16)], "96"),
+        ("gpt-oss", [full(), window()], ""),
+        ("gpt-oss", [full(heads=1, head=128), window()], "128 or 256"),
+    ],
+)
+def test_costs_are_not_known_where_vllm_keeps_other_heads_than_the_geometry_has(
+    family: str, specs: list[Any], kept: str, tmp_path: Path
+) -> None:
+    """As Gemma 4's layers of full attention, whose heads are twice as wide as those of its windows."""
+    made = (PLAIN | FAMILIES)[family].config()
+    made.dtype = "float32"
+    made.save_pretrained(tmp_path)
+    config = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
+    reason = why_not_priced(config, kv_cache_of(*specs))
+    words = f"its configuration tells of 128 values of a token in each layer that attends, vLLM of {kept}"
+    assert reason == (words if kept else "")
 
 
 CHUNKED = [name for name in FAMILIES if name.startswith("llama-4")]

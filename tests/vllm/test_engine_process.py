@@ -24,6 +24,13 @@ def test_a_broken_engine_reports_its_last_lines(tmp_path: Path) -> None:
             engine.ask({"do": "start", "engine": {}})
 
 
+def test_an_engine_that_does_not_answer_in_time_is_killed(tmp_path: Path) -> None:
+    with EngineProcess("tests.vllm.silent_process", tmp_path / "log") as engine:
+        with pytest.raises(EngineFailed, match=r"no answer within 0.5 s$"):
+            engine.ask_in_time({}, 0.5)
+        assert not alive(engine.pid)
+
+
 def test_an_engine_dies_with_its_parent(tmp_path: Path) -> None:
     """The parent is killed outright, so nothing of it can clean up."""
     parent = (

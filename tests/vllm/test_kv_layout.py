@@ -9,12 +9,15 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.request import Request
 
 from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin import kv_layout
 from kvpolicy_vllm.plugin.kv_layout import Piece
-from tests.vllm.kv_caches import WINDOW, kv_cache
+from tests.vllm.kv_caches import MODEL_TOKENS, WINDOW, kv_cache, spec_of
 
 PAGE, BLOCKS = 16384, 9
 
@@ -107,3 +110,20 @@ def test_what_a_plain_cache_is() -> None:
 def test_layers_that_do_not_keep_every_token_are_counted(layers: str, windows: int, states: int) -> None:
     kept = kv_layout.kept_layers(kv_cache(layers, BLOCKS, 16, caching=True))
     assert kept == kv_layout.KeptLayers(windows, WINDOW if windows else 0, states, False)
+
+
+def test_states_alone_never_need_another_block() -> None:
+    """Without prefix caching, as vLLM has it for models without attention: whoever is let in has its only block, so
+    nobody is preempted for memory. That is why such models are refused."""
+    group = KVCacheGroupSpec(["layer.0"], spec_of("state", 16, caching=False))
+    cache = KVCacheConfig(num_blocks=3, kv_cache_tensors=[], kv_cache_groups=[group])
+    manager = KVCacheManager(cache, MODEL_TOKENS, MODEL_TOKENS, MODEL_TOKENS, enable_caching=False)
+    first, second, third = (Request(str(i), [5], SamplingParams(max_tokens=MODEL_TOKENS), None) for i in range(3))
+    for request in (first, second):
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens = 1
+    assert manager.block_pool.get_num_free_blocks() == 0
+    for request in (first, second):
+        request.append_output_token_ids(list(range(MODEL_TOKENS - 1)))
+        assert manager.allocate_slots(request, MODEL_TOKENS - 1) is not None
+    assert manager.allocate_slots(third, 1) is None

@@ -17,7 +17,6 @@ import pytest
 from kvpolicy import cost
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue
 from kvpolicy.settings import Measurement, ServerSettings
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.run_characterize import characterize
@@ -44,16 +43,34 @@ def as_on_a_server(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_ranks
 
 
+@pytest.fixture
+def hub_id(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An id under which the model is in a cache of a hub, laid out as huggingface_hub does it. There is no network."""
+    folder, commit = tmp_path / "hub" / "models--org--small", "5" * 40
+    for name in ("refs", "snapshots"):
+        (folder / name).mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).symlink_to(model)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return "org/small"
+
+
+def test_an_id_at_a_hub_is_checked(hub_id: str) -> None:
+    found = check(hub_id, ServerSettings("always-swap", host_gib=0.25), FLAGS)
+    assert found.ok and found.llm == hub_id and found.block_bytes
+
+
 @pytest.mark.feature("a profile of a server with its flags")
-def test_the_engine_is_the_servers(model: str, tmp_path: Path) -> None:
-    """Block size and length from a file of vLLM's; the second part is not begun, since the time is over by then."""
+def test_the_engine_is_the_servers(hub_id: str, tmp_path: Path) -> None:
+    """A model at a hub; block size and length from a file of vLLM's. The second part is not begun, since the time is
+    over by then."""
     file, out, passed_s = tmp_path / "server.yaml", tmp_path / "trace", [0.0]
     file.write_text("block-size: 32\nmax-model-len: 600\nport: 8001\n")
 
     def tell(part: str, done: int, total: int) -> None:
         passed_s[0] = 7200.0 if total else 0.0
 
-    how = Measurement(Path(model), vllm_flags=(*FLAGS, "--config", str(file)), minutes=60)
+    how = Measurement(hub_id, vllm_flags=(*FLAGS, "--config", str(file)), minutes=60)
     report = profile(out, how, tell, TINY, lambda: time.monotonic() + passed_s[0])
     (header,) = traces.read(out).headers.values()
     assert (header.block_size, header.token_budget, header.geometry["dtype"]) == (32, 640, "float32")
@@ -62,9 +79,10 @@ def test_the_engine_is_the_servers(model: str, tmp_path: Path) -> None:
     decisions = traces.read(out).rows("decisions")
     assert max(row["computed_tokens"] for row in decisions) > 200, "up to half of the length"
     assert max(row["running_requests"] for row in decisions) == 3, "beside the victim, as --max-num-seqs lets run"
-    assert json.loads((out / PLAN).read_text())["not_begun"] == ["b32-pass1"]
+    plan = json.loads((out / PLAN).read_text())
+    assert (plan["not_begun"], plan["asked"]["llm"]) == (["b32-pass1"], hub_id)
     with pytest.raises(InputError, match="was begun with vllm_flags"):
-        profile(out, Measurement(Path(model)), extent=TINY)
+        profile(out, Measurement(hub_id), extent=TINY)
 
 
 def test_what_would_not_start_is_refused_with_the_reason(model: str, tmp_path: Path) -> None:
@@ -78,7 +96,7 @@ def test_what_would_not_start_is_refused_with_the_reason(model: str, tmp_path: P
             profile(out, Measurement(Path(model), vllm_flags=wrong))
     with pytest.raises(InputError, match=r"--block-size cannot be given .*: the study has block sizes of its own"):
         characterize(out, ("block-size",), Measurement(Path(model), vllm_flags=("--block-size", "32")))
-    with pytest.raises(WrongValue, match="which is not there"):
+    with pytest.raises(InputError, match="none: no such folder"):
         profile(out, Measurement(tmp_path / "none"))
 
 

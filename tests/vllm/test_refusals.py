@@ -11,7 +11,7 @@ from transformers import MambaConfig, PretrainedConfig, WhisperConfig
 from kvpolicy_vllm.bench.models import make_tokenizer
 from tests.vllm import harness
 from tests.vllm.test_same_schedule import BASE, run_alone
-from tests.vllm.versions import INSTALLED, quick_and_others
+from tests.vllm.versions import FIRST_WITH_TABLES, INSTALLED, quick_and_others
 
 pytestmark = pytest.mark.scheduler
 
@@ -174,8 +174,12 @@ FEATURES = {
 """Refusals that the support matrix tells of."""
 
 
-def refused_feature(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.feature(name, refused=True)
+WITH_TABLES = ".".join(map(str, FIRST_WITH_TABLES))
+
+
+def refused_feature(name: str, before: str | None = None) -> pytest.MarkDecorator:
+    """``before``: the first version that serves it."""
+    return pytest.mark.feature(name, refused=True, before=before)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +236,9 @@ UNKNOWN_COSTS = {
 """By the layers of a KV cache that a Llama's configuration says nothing of."""
 
 
+@refused_feature("several KV cache groups", before=WITH_TABLES)
 @pytest.mark.parametrize("layers", UNKNOWN_COSTS)
-def test_several_block_tables(layers: str, messages: dict[str, str], request: pytest.FixtureRequest) -> None:
+def test_several_block_tables(layers: str, messages: dict[str, str]) -> None:
     """From vLLM 0.32 on; below it the message names a flag where there is one. The configuration says of none of them
     what the layers are, so that costs are not known."""
     told, told_of_costs = messages[f"layers {layers}"], messages[f"layers {layers} cheapest:analytic"]
@@ -242,9 +247,8 @@ def test_several_block_tables(layers: str, messages: dict[str, str], request: py
         assert "always-swap" in told_of_costs and "cheapest:analytic" in told_of_costs
         assert UNKNOWN_COSTS[layers] in told_of_costs
         return
-    request.applymarker(refused_feature("several KV cache groups"))
     assert "older than 0.32" in told and "KV cache group" in told
-    assert ("--disable-hybrid-kv-cache-manager" in told) == (layers == "full-window")
+    assert ("--disable-hybrid-kv-cache-manager" in told) == layers.startswith("full-window")
 
 
 @pytest.mark.parametrize(
@@ -260,14 +264,12 @@ def test_groups_it_does_not_serve(kind: str, messages: dict[str, str]) -> None:
     assert "kvpolicy does not serve" in messages[f"group {kind}"] and words in messages[f"group {kind}"]
 
 
-def test_latent_kv_and_states_are_told_by_the_configuration(
-    messages: dict[str, str], request: pytest.FixtureRequest
-) -> None:
+@refused_feature("latent KV (MLA), and states beside attention", before=WITH_TABLES)
+def test_latent_kv_and_states_are_told_by_the_configuration(messages: dict[str, str]) -> None:
     """Before weights are read."""
     if messages["serves block tables"]:
         assert messages["MLA"] == "" and "VLLM_USE_V2_MODEL_RUNNER=0" in messages["states beside attention"]
         return
-    request.applymarker(refused_feature("latent KV (MLA), and states beside attention"))
     for told in (messages["MLA"], messages["states beside attention"]):
         assert "older than 0.32" in told
 

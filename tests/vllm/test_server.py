@@ -57,12 +57,13 @@ def free_port() -> int:
 
 @contextmanager
 def server(
-    model: str, folder: Path, *arguments: str, workers: int = 1
+    model: str, folder: Path, *arguments: str, workers: int = 1, checked: bool = False
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`kvpolicy serve`, up and answering; ended by its own process id. The check before is that of
-    `test_started_from_python`."""
+    """`kvpolicy serve`, up and answering; ended by its own process id. ``checked``: whether it checks its flags
+    before."""
     port, log = free_port(), folder / "server.log"
-    command = [sys.executable, "-m", "kvpolicy.cli", "serve", model, "--no-check", *arguments, *vllm_flags(port)]
+    before = () if checked else ("--no-check",)
+    command = [sys.executable, "-m", "kvpolicy.cli", "serve", model, *before, *arguments, *vllm_flags(port)]
     environment = harness.environment(workers, multiprocess=True) | {"VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -301,10 +302,12 @@ def test_started_from_python(model: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.feature("data parallelism")
 def test_two_data_parallel_cores(model: str, tmp_path: Path) -> None:
-    """Each engine core has its own host pool, decides for itself, and records into a sub-folder of its own."""
+    """Each engine core has its own host pool, decides for itself, and records into a sub-folder of its own. The check
+    before does not wait for the cores."""
     folder = tmp_path / "trace"
     options = ("--policy", "always-swap", "--host-gib", "0.25", "--trace", str(folder), "--data-parallel-size", "2")
-    with server(model, tmp_path, *options, workers=2) as (base, _):
+    with server(model, tmp_path, *options, workers=2, checked=True) as (base, _):
+        assert "could not be looked at beforehand" not in (tmp_path / "server.log").read_text()
         for number in range(ROUNDS):
             all_answered(base, 64, number, cores=2)
             wait_until(lambda: settled(metrics(base)), lambda: f"what is told does not settle: {metrics(base)}")

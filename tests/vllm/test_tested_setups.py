@@ -11,15 +11,29 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvpolicy_vllm.plugin import tested_setups
+from tests.vllm.versions import ROOT
 
 
-@pytest.mark.parametrize(("beside", "warned"), [(["NixlConnector"], False), (["NixlConnector", "MyConnector"], True)])
+@pytest.mark.parametrize(
+    ("beside", "warned"),
+    [(["NixlConnector"], False), (["LMCacheMPConnector"], False), (["NixlConnector", "MyConnector"], True)],
+)
 def test_connectors_that_were_not_tested_are_told(
     caplog: pytest.LogCaptureFixture, beside: list[str], warned: bool
 ) -> None:
     with caplog.at_level(logging.WARNING):
         tested_setups.warn_untested_connectors(beside)
-    assert ("MyConnector was not tested" in caplog.text) == warned
+    assert ("MyConnector was not tested" in caplog.text) == warned == bool(caplog.text)
+
+
+def test_every_connector_that_is_called_tested_has_a_test_of_engines() -> None:
+    """And is on the page."""
+    tests = (ROOT / "tests" / "vllm" / "test_engines_beside.py").read_text()
+    page = (ROOT / "docs" / "other-connectors.md").read_text()
+    rows = "".join(line for line in page.splitlines() if line.startswith("| ") and "real engine" in line)
+    rows += "".join(line for line in page.splitlines() if line.startswith("| ") and "two engines" in line)
+    for name in tested_setups.TESTED_BESIDE:
+        assert name in tests and name in rows
 
 
 def taking(architecture: str, **multimodal: Any) -> Any:

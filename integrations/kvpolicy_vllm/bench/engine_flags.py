@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +27,13 @@ from kvpolicy_vllm.plugin.versions import refuse_unsupported
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+PROGRAM_FIRST = re.compile(r"^\S+( serve)?: error: ")
+"""What argparse puts before an error: the name of this process's program, which is no user's."""
+
+INSPECTION = logging.getLogger("vllm.model_executor.models.registry")
+"""Where vLLM logs that a model's code could not be loaded, as without a package that it imports."""
+IN_THE_LOG = "Please check the logs"
+
 
 class RefusedByVllm(InputError):
     """vLLM itself does not take the flags, or not with this model; the message is vLLM's."""
@@ -41,7 +50,7 @@ def parsed(flags: Sequence[str]) -> Namespace:
             arguments = parser.parse_args(["serve", *flags])
     except SystemExit:
         last_line = (printed.getvalue().strip().splitlines() or ["--help and --version start no server"])[-1]
-        raise RefusedByVllm(last_line) from None
+        raise RefusedByVllm(PROGRAM_FIRST.sub("", last_line)) from None
     arguments.model = arguments.model_tag or arguments.model
     command.validate(arguments)
     return cast(Namespace, arguments)
@@ -62,14 +71,40 @@ def server_config(arguments: EngineArgs) -> VllmConfig:
 
     Raises UnsupportedEngine where the plugin does not serve it, RefusedByVllm where vLLM does not.
     """
+    causes = _Causes()
+    INSPECTION.addFilter(causes)
     try:
         # The token budget's default is that of a server; the LLM class has a higher one.
         config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         refuse_unsupported(config, None)
     # Whatever it is, the engine would end with the same.
     except Exception as error:
-        raise refusal_of(error) from error
+        raise _with_cause(refusal_of(error), causes.lines) from error
+    finally:
+        INSPECTION.removeFilter(causes)
     return config
+
+
+class _Causes(logging.Filter):
+    """Sees what was raised, of each error that is logged: "No module named ..." where a package is missing, else the
+    last line. A filter, since vLLM takes handlers away when it configures its logs anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1]:
+            lines = str(record.exc_info[1]).strip().splitlines()
+            self.lines += [line for line in lines if "No module named" in line][:1] or lines[-1:]
+        return True
+
+
+def _with_cause(refusal: KVPolicyError, causes: Sequence[str]) -> KVPolicyError:
+    """The refusal, with why the model's code could not be loaded: vLLM logs that, and names the log alone."""
+    if not causes or IN_THE_LOG not in str(refusal):
+        return refusal
+    return RefusedByVllm(f"{str(refusal).partition(IN_THE_LOG)[0].rstrip(' .')}: {causes[-1]}")
 
 
 def refusal_of(error: Exception) -> KVPolicyError:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -113,6 +114,25 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def ask_in_time(self, job: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """As :meth:`ask`; kills the child and raises :class:`EngineFailed` where the answer takes over ``limit_s``."""
+        killed = threading.Event()
+
+        def kill() -> None:
+            killed.set()
+            self._process.kill()
+
+        timer = threading.Timer(limit_s, kill)
+        timer.start()
+        try:
+            return self.ask(job)
+        except EngineFailed as error:
+            if killed.is_set():
+                raise EngineFailed(f"{error}\nno answer within {limit_s:g} s") from None
+            raise
+        finally:
+            timer.cancel()
 
     def ask(self, job: dict[str, Any], news: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         """Run a job and return its result; ``news`` is called with the child's reports of progress.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.fields import WrongValue
-from kvpolicy.settings import GIB
+from kvpolicy.settings import GIB, Measurement
 from kvpolicy_vllm.bench.engine_process import FLAGS
+from kvpolicy_vllm.launch import refuse_missing_folder
 
 MIN_REQUESTS = 2
 """A victim and another request: with one at a time nobody is preempted."""
@@ -67,13 +68,16 @@ class OwnServer:
         return arguments | ({"distributed_executor_backend": "mp"} if on_cpu else {})
 
 
-def named_model(llm: Path | None) -> str | None:
+def named_model(how: Measurement) -> str | None:
     """What vLLM is given for a model: its folder's absolute path, or its id at a hub. None for a model to be made.
 
-    Raises WrongValue for what can be neither.
+    Raises InputError for a folder that is not there, WrongValue for what is no id either.
     """
-    if llm is None or llm.exists():
-        return None if llm is None else str(llm.resolve())
-    if llm.is_absolute() or str(llm).startswith(".") or len(llm.parts) > HUB_PARTS:
-        raise WrongValue("llm", f"is {llm}, which is not there; should be a model's folder, or its id at a hub")
-    return str(llm)
+    if how.llm is None:
+        return None
+    if folder := how.llm_folder:
+        return str(folder.resolve())
+    refuse_missing_folder(str(how.llm))
+    if len(Path(how.llm).parts) > HUB_PARTS:
+        raise WrongValue("llm", f"is {how.llm}, which is not there; should be a model's folder, or its id at a hub")
+    return str(how.llm)

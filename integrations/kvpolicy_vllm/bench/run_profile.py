@@ -106,9 +106,9 @@ def prepare(scratch: Path, how: Measurement, extent: Extent | None, shape: Mappi
 
     Raises InputError, with vLLM's or the plugin's reason, where a server with these flags would not start.
     """
-    job: dict[str, Any] = {"llm": named_model(how.llm), "make": str(scratch / "llm"), "seed": how.seed}
+    job: dict[str, Any] = {"llm": named_model(how), "make": str(scratch / "llm"), "seed": how.seed}
     job["shape"] = shape or {}
-    own_server = bool(how.vllm_flags) or (how.llm is not None and not how.llm.exists())
+    own_server = bool(how.vllm_flags) or (how.llm is not None and how.llm_folder is None)
     if own_server:
         job["flags"] = [*launch.flags({"policy": "always-recompute"}), *how.vllm_flags]
     log = scratch / "preparing.log"
@@ -128,10 +128,10 @@ def plan_arguments(how: Measurement, **amount: Any) -> dict[str, Any]:
     Raises WrongValue for a model that cannot be one, InputError for a flag that kvpolicy sets itself.
     """
     launch.refuse_measured(how.vllm_flags, has_model=how.llm is not None)
-    if how.llm is not None and how.llm.exists() and not how.vllm_flags:
-        model_length(how.llm)
+    if how.llm_folder is not None and not how.vllm_flags:
+        model_length(how.llm_folder)
     arguments = {
-        "llm": named_model(how.llm),
+        "llm": named_model(how),
         "link": how.link and how.link.text,
         "seed": how.seed,
         "vllm_flags": list(how.vllm_flags) or None,

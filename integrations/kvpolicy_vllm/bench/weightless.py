@@ -25,7 +25,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 PLENTY = 1 << 50
@@ -37,8 +37,8 @@ planning = import_module(PLANNING if find_spec(PLANNING) else UNTIL_0_32)
 
 def laid_out(config: VllmConfig) -> KVCacheConfig:
     """The KV cache of the model's layers and of its drafter's as the server's first rank has it, without memory."""
-    dtype = torch.get_default_dtype()
-    with set_current_vllm_config(config), _first_of(int(config.parallel_config.tensor_parallel_size)):
+    dtype, parallel = torch.get_default_dtype(), config.parallel_config
+    with _one_core(parallel), set_current_vllm_config(config), _first_of(int(parallel.tensor_parallel_size)):
         torch.set_default_dtype(config.model_config.dtype)
         try:
             with torch.device("meta"):
@@ -74,6 +74,17 @@ def _make_drafter(config: VllmConfig) -> None:
     else:
         drafting = EagleProposer(config, meta)._create_draft_vllm_config()
         initialize_model(drafting, model_config=speculation.draft_model_config)
+
+
+@contextmanager
+def _one_core(parallel: ParallelConfig) -> Iterator[None]:
+    """Data-parallel engine cores have the same layers each. vLLM would wait for the others when it makes this process's
+    group, and none is there."""
+    cores, parallel.data_parallel_size = parallel.data_parallel_size, 1
+    try:
+        yield
+    finally:
+        parallel.data_parallel_size = cores
 
 
 @contextmanager

@@ -18,6 +18,8 @@ KINDS = {
     "MambaSpec": "a recurrent state",
 }
 """By vLLM's class of a KV cache group."""
+LIMIT_S = 300.0
+"""Seconds that the process may take to answer; a busy machine takes one, and a hub that answers slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Group:
     def text(self) -> str:
         window = "" if self.window is None else f" over {self.window:,} tokens"
         kind = KINDS.get(self.kind, self.kind)
-        return f"{self.layers} layers of {kind}{window}, blocks of {self.block_size} tokens"
+        layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
+        return f"{layers} of {kind}{window}, blocks of {self.block_size} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +121,11 @@ def check(llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> Chec
     """What the engine would say; it is a process of its own, since vLLM binds its process to a device and cores.
 
     Raises InputError as :func:`kvpolicy_vllm.launch.serve_command` and for a folder that is not there, EngineFailed
-    where the process ends badly.
+    where the process ends badly or takes over :data:`LIMIT_S`.
     """
     launch.refuse_missing_folder(llm)
     flags = launch.serve_flags(llm, launch.options(settings), vllm_flags)
     with EngineProcess("kvpolicy_vllm.check.lay_out", measures=False) as process:
-        found = process.ask({"flags": [llm, *flags]})
+        found = process.ask_in_time({"flags": [llm, *flags]}, LIMIT_S)
     groups, helps = tuple(Group(**group) for group in found.pop("groups")), tuple(found.pop("helps"))
     return CheckReport(llm=llm, groups=groups, helps=helps, **found)

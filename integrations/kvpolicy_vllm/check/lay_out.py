@@ -106,7 +106,7 @@ def served_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     """Bytes of host memory that one block takes, over all ranks that keep a part of it. Raises KVPolicyError as the
     plugin does when an engine starts."""
     refuse_unsupported(config, kv_cache)
-    settings = Settings.read(config.kv_transfer_config.kv_connector_extra_config)
+    settings = Settings.read(own_settings(config.kv_transfer_config))
     rank_bytes = block_bytes(kv_cache)
     pool_count = pools(config, kv_cache, settings)
     slots = host_slots(settings, rank_bytes, pool_count)

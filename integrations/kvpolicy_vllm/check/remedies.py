@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpolicy_vllm.plugin.connector_list import give_own, own_settings
 from kvpolicy_vllm.plugin.settings import Settings
 
 
@@ -26,7 +27,7 @@ class Remedy:
 
     def changes(self, arguments: Any) -> bool:
         """Whether it would change anything. An argument that this vLLM does not have cannot be changed."""
-        settings = Settings.read(arguments.kv_transfer_config.kv_connector_extra_config)
+        settings = Settings.read(own_settings(arguments.kv_transfer_config))
         return (
             any(getattr(arguments, name, value) != value for name, value in self.arguments.items())
             or any(getattr(settings, name) != value for name, value in self.settings.items())
@@ -38,7 +39,8 @@ class Remedy:
         copy = deepcopy(arguments)
         for name, value in self.arguments.items():
             setattr(copy, name, value)
-        copy.kv_transfer_config.kv_connector_extra_config |= self.settings
+        for name, value in self.settings.items():
+            give_own(copy.kv_transfer_config, name, value)
         return copy
 
 

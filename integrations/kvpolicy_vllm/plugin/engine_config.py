@@ -22,6 +22,7 @@ from kvpolicy_vllm.plugin.kv_layout import (
     block_size,
     is_plain,
     kept_layers,
+    layer_kv_values,
 )
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ def model_loader(config: VllmConfig, engine: EngineSpec) -> Callable[[str], Fitt
 def why_not_priced(config: VllmConfig, kv_cache: KVCacheConfig) -> str:
     """Why the costs of this model's layers are not known; empty where they are.
 
-    Where all of them are of full attention, costs follow from what is measured, whatever else the model has.
+    Where all of them are of full attention, and keep as much of a token, costs follow from what is measured, whatever
+    else the model has.
     """
     if attends_to_everything(kv_cache):
-        return ""
+        return _other_heads(config, kv_cache)
     try:
         geometry = Geometry.from_config(config.model_config.hf_config.to_dict())
     except ConfigError as error:
@@ -73,7 +75,19 @@ def why_not_priced(config: VllmConfig, kv_cache: KVCacheConfig) -> str:
         kept = kept._replace(window_layers=described.window_layers if kept.window_tokens else 0)
     if kept != described:
         return f"its configuration tells of {described.text()}, vLLM of {kept.text()}"
-    return "its layers of full attention have several block tables" if kept == NO_OTHERS else ""
+    if kept == NO_OTHERS:
+        return "its layers of full attention have several block tables"
+    return _other_heads(config, kv_cache)
+
+
+def _other_heads(config: VllmConfig, kv_cache: KVCacheConfig) -> str:
+    """Where vLLM keeps more or less of a token in some layer than the geometry says of all of them; else empty."""
+    geometry, kept = geometry_of(config, kv_cache), layer_kv_values(kv_cache)
+    described = 2 * geometry.kv_heads * geometry.head_dim
+    if kept == {described}:
+        return ""
+    found = " or ".join(map(str, sorted(kept)))
+    return f"its configuration tells of {described} values of a token in each layer that attends, vLLM of {found}"
 
 
 def geometry_of(config: VllmConfig, kv_cache: KVCacheConfig | None = None) -> Geometry:

@@ -85,6 +85,18 @@ def kept_layers(kv_cache: KVCacheConfig) -> KeptLayers:
     return KeptLayers(windows, widest, states, latent)
 
 
+def layer_kv_values(kv_cache: KVCacheConfig) -> set[int]:
+    """How many values vLLM keeps of a token in a layer that attends, on one rank; several where layers differ."""
+    groups = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
+    layers = [one for spec in groups for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    return {_kv_values(one) for one in layers if hasattr(one, "head_size")}
+
+
+def _kv_values(spec: Any) -> int:
+    of_values = getattr(spec, "head_size_v", None)
+    return int(spec.num_kv_heads * (spec.head_size + (spec.head_size if of_values is None else of_values)))
+
+
 def block_tables(kv_cache: KVCacheConfig) -> BlockTables | None:
     """What to save and load where there are several block tables, or one with unneeded blocks; else None."""
     if is_plain(kv_cache):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector")
+TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector", "LMCacheMPConnector")
 """Connectors that were tested beside kvpolicy's."""
 TESTED_MULTIMODAL = {"LlavaForConditionalGeneration": "", "Qwen2VLForConditionalGeneration": "videos"}
 """Architectures that were tested with pictures, and what else they take, which was not."""
