@@ -25,6 +25,7 @@ LONGER = {
     "kvpolicy/features.py swap_row": "compiled: it takes numbers, not records",
     "kvpolicy/regression/estimator.py __init__": "scikit-learn's contract: a constructor has the hyperparameters",
     "kvpolicy/simulator/hardware/interpolation.py hyperplane": "compiled: it takes numbers, not records",
+    "kvpolicy/tiers/file_tier.py open": "what files are opened with; nothing hands it on",
     "kvpolicy/trace/rows.py window_row": "a row: one argument is one column",
     "kvpolicy/trace/rows.py decision_row": "a row: one argument is one column",
     "kvpolicy/trace/rows.py request_row": "a row: one argument is one column",
