@@ -250,10 +250,11 @@ class Ordering:
             self._held, self._by_phase = [], False
 
     def _renew(self) -> None:
-        changed = self.ranks.due(self._step, self.view())
+        changed = self.ranks.due(self._step, self.view(), self.lookout.stopped_at)
         if changed is None:
             return
-        self.lookout.happened()
+        if self.ranks.matters:
+            self.lookout.happened()
         self.queues.renew(changed)
         if changed:
             self._sort_running(changed)
