@@ -2,8 +2,8 @@
 
     python benchmarks/orders_host.py [--load L] [--requests N] [--kv-blocks N] [--seeds N] [--json FILE]
 
-The places of ``orders_study.py`` on the H100, with the learned policy. Printed is, for each order, the largest number of
-host blocks in use at a time in any seed, and its ratio to the device's blocks. Host memory is 128 GiB: an order that
+The places of ``orders_study.py`` on the H100, with the learned policy. Printed is, for each order, the largest number
+of host blocks in use at a time in any seed, and its ratio to the device's blocks. Host memory is 128 GiB: an order that
 took all of it would take more if it had more.
 """
 
