@@ -36,6 +36,11 @@ MACHINES = ("H100-SXM", "A100-SXM-80GB")
 HOW: Mapping[str, str] = {"recompute": RECOMPUTE, "swap": SWAP, "learned": LEARNED}
 WATERMARKS = (0.01, 0.05, 0.1)
 LENGTHS = "deepseek-r1"
+WRITTEN = (
+    "requests", "e2e_per_token_s", "e2e_s", "ttft_s", "itl_s", "longest_gap_s", "longest_pause_s", "steady_tok_s",
+    "throughput_tok_s", "preemptions", "recomputed_tokens", "moved_bytes", "makespan_s", "steps", "fairness",
+)  # fmt: skip
+"""Figures of a result that are written; with several classes also those of each class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +142,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def write(
     path: Path, places: Sequence[Any], found: Sequence[Mapping[Arm, Sequence[Result]]], bars: Sequence[Verdict]
 ) -> None:
-    """All results and verdicts as JSON. ``places``: dataclasses, one for each of ``found``."""
+    """The figures of all results, by seed, and verdicts as JSON. ``places``: dataclasses, one for each of ``found``."""
     written = [
-        {"place": asdict(place), "arms": [asdict(arm) | {"results": list(results)} for arm, results in runs.items()]}
+        {
+            "place": {name: value for name, value in asdict(place).items() if name != "hardware"},  # a path
+            "arms": [asdict(arm) | {"results": [*map(figures_of, results)]} for arm, results in runs.items()],
+        }
         for place, runs in zip(places, found, strict=True)
     ]
     path.write_text(json.dumps({"places": written, "bars": [one.to_dict() for one in bars]}, indent=1))
+
+
+def figures_of(result: Result) -> dict[str, Any]:
+    """Those of :data:`WRITTEN`."""
+    figures = {name: result[name] for name in WRITTEN}
+    return figures | ({"classes": result["classes"]} if len(result["classes"]) > 1 else {})
 
 
 def run_cells(

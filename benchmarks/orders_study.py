@@ -1,7 +1,7 @@
 """Orders of service x recompute or swap x load x memory, on two machines, in the built-in simulator.
 
     python benchmarks/orders_study.py [--machine M] [--kv-blocks N] [--load L] [--requests N] [--seeds N] [--order SPEC]
-        [--host-gib G] [--jobs N] [--json FILE]
+        [--how HOW] [--host-gib G] [--jobs N] [--json FILE]
 
 For every place (``order_places.py``) the arms are stock vLLM (fcfs, recompute), its best static watermark (that of the
 lowest mean end-to-end time, chosen with hindsight), fcfs with always-swap and with the learned policy, and every order
@@ -97,9 +97,9 @@ BARS: Mapping[float, Sequence[Bar]] = {
 }
 
 
-def arms_of(orders: Sequence[str]) -> list[Arm]:
-    stock = [STOCK, *(Arm(watermark=share) for share in WATERMARKS), *(Arm(how=how) for how in ("swap", "learned"))]
-    return stock + [Arm(order, how) for order in orders for how in HOW]
+def arms_of(orders: Sequence[str], hows: Sequence[str]) -> list[Arm]:
+    stock = [STOCK, *(Arm(watermark=share) for share in WATERMARKS), *(Arm(how=how) for how in hows)]
+    return list(dict.fromkeys(stock + [Arm(order, how) for order in orders for how in hows]))
 
 
 def rows(runs: Runs) -> list[list[str]]:
@@ -110,6 +110,7 @@ def rows(runs: Runs) -> list[list[str]]:
         [
             arm.text(),
             *(f"{ratio(runs, arm, figure).value:.3g}" for figure in FIGURES),
+            f"{fmean(map(FIGURES['longest gap p99'], results)):.2f}",
             f"{max(float(result['longest_pause_s'] or 0) for result in results):.0f}",
             f"{fmean(sum(result['preemptions'].values()) for result in results):.0f}",
             f"{fmean(result['recomputed_tokens'] for result in results) / 1e3:.0f}",
@@ -178,10 +179,10 @@ def places_of(options: argparse.Namespace) -> list[Place]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     places = places_of(options)
-    arms = arms_of(options.order or ORDERS)
+    arms = arms_of(options.order or ORDERS, options.how or tuple(HOW))
     wanted = [{arm: place.cells(arm) for arm in arms} for place in places]
     found = run_cells(wanted, options.jobs, options.cache, options.fresh)
-    heads = ["order, how", *FIGURES, "longest pause s", "preempted", "recomputed K", "moved GB"]
+    heads = ["order, how", *FIGURES, "longest gap p99 s", "longest pause s", "preempted", "recomputed K", "moved GB"]
     judged: list[Verdict] = []
     bounded = True
     for place, runs in zip(places, found, strict=True):
@@ -222,6 +223,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-blocks", type=int, action="append", help="of 16 tokens; 26000 without it")
     parser.add_argument("--load", type=float, action="append", help="share of capacity; 0.9 and 1.2 without it")
     parser.add_argument("--order", type=order_named, action="append", help="only these orders beside fcfs")
+    parser.add_argument("--how", choices=tuple(HOW), action="append", help="only these policies; all without it")
     parser.add_argument("--requests", type=int, default=800)
     parser.add_argument("--host-gib", type=float, default=HOST_GIB)
     add_arguments(parser)

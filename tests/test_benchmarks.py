@@ -591,6 +591,16 @@ def test_orders_study_prints_what_the_figures_belong_to(tmp_path: Path) -> None:
     assert run("orders_study.py", "--seeds", "1").returncode == 2
 
 
+def test_orders_host_prints_the_host_memory_of_each_order(tmp_path: Path) -> None:
+    asked = ("--requests", "60", "--kv-blocks", "3100", "--load", "4", "--seeds", "1")
+    written = tmp_path / "host.json"
+    done = run("orders_host.py", *asked, "--order", "fcfs", "--order", "mlfq:base=64", "--json", str(written))
+    assert done.returncode == 0, done.stderr
+    stock, ordered = json.loads(written.read_text())["rows"]
+    assert 0 < stock["peak_host_blocks"][0] < ordered["peak_host_blocks"][0] < ordered["host_blocks"]
+    assert run("orders_host.py", "--seeds", "0").returncode == 2
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

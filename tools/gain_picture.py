@@ -16,7 +16,7 @@ PICTURE = ROOT / "docs" / "gain.svg"
 MACHINES = ("H100", "A100")
 ORDER = "mlfq:base=256"
 ARMS = {"learned": "kvpolicy: order and learned policy", "recompute": "the same order, always recomputing"}
-ENOUGH = re.compile(r"at 0\.7,\s+nothing was preempted")
+ENOUGH = re.compile(r"at\s+0\.7,\s+nothing was preempted")
 """What the page says of the load that its tables leave out."""
 ENOUGH_LOAD = 0.7
 
@@ -44,7 +44,7 @@ def figures(page: str, machine: str) -> dict[str, dict[float, float]]:
     found = {arm: {ENOUGH_LOAD: 1.0} for arm in ARMS}
     for row in table.splitlines()[2:]:
         load, how, _, mean_e2e, *_ = [cell.strip() for cell in row.strip("|").split("|")]
-        order, _, arm = how.rpartition(", ")
+        order, _, arm = how.removesuffix(" *").rpartition(", ")
         if order == f"`{ORDER}`":
             found[arm][float(load)] = float(mean_e2e)
     if any(tuple(values) != LOADS for values in found.values()):

@@ -2,6 +2,7 @@
 
 from kvpolicy.order.base import Order, OrderError, Progress, Rank, View
 from kvpolicy.order.candidates import Candidate, Choice
+from kvpolicy.order.decodes_first import decodes_first
 from kvpolicy.order.guard import Guarded
 from kvpolicy.order.held_steps import Holding
 from kvpolicy.order.lookout import Lookout
@@ -34,6 +35,7 @@ __all__ = [
     "Srpt",
     "Taken",
     "View",
+    "decodes_first",
     "is_stock",
     "load",
     "load_order",

@@ -23,6 +23,8 @@ class Lookout(Generic[R]):
         self._unready: list[R] = []
         self.back_off = BackOff()
         """Looks that are left out until something happens, as nobody could be let in."""
+        self.stopped_at: tuple[float, ...] | None = None
+        """See :attr:`kvpolicy.order.Taken.stopped_at`; of the last look."""
         self.after_miss = BackOff()
         """Looks that are left out whatever happens, as others were displaced for somebody who did not come in."""
 
@@ -46,11 +48,13 @@ class Lookout(Generic[R]):
             self._unready.append(request)
 
     def looked(self, taken: Taken, step: int) -> None:
+        self.stopped_at = taken.stopped_at
         if not taken.victims and (taken.missed or taken.in_vain):
             self.back_off.missed(step)
 
     def happened(self) -> None:
-        """Something that may change what a look finds: somebody came, went or has another rank."""
+        """Something that may change what a look finds: somebody came or went, or a rank that matters to whoever could
+        not be let in is another one."""
         self.back_off.reset()
 
     def came_in(self, all_of_them: bool, step: int) -> None:

@@ -43,6 +43,8 @@ class Entry:
     """When it was last admitted."""
     group: Hashable = None
     """See :meth:`kvpolicy.order.Order.rank_group`."""
+    may_lose: bool = False
+    """Whether, when it was last asked for, it ran and had its quantum and its cool-down behind it."""
 
 
 class Ranks(Generic[R]):
@@ -76,6 +78,8 @@ class Ranks(Generic[R]):
         self._by_step: list[Event[R]] = []
         self._by_time: list[Event[R]] = []
         self._numbers = count()
+        self.matters = True
+        """Whether what was due last may change what a look for room finds; see :meth:`due`."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -145,17 +149,34 @@ class Ranks(Generic[R]):
         """The next time at which a rank may change; inf for none."""
         return self._next(self._by_time)
 
-    def due(self, step: int, view: View) -> list[R] | None:
+    def due(self, step: int, view: View, stopped_at: tuple[float, ...] | None = None) -> list[R] | None:
         """Ask anew for what is due. Return the requests whose keys changed; None where nothing was due.
 
         What is due without a change is the end of a quantum.
+
+        ``stopped_at``: rank of the waiting request that could not be let in when room was last looked for. A change
+        :attr:`matters` where a running request has become one that it may displace, or where a waiting one goes, or
+        went, before it or beside it. Without that rank every change does.
         """
         taken: list[tuple[R, Entry]] = []
         self._take(self._by_step, step, taken)
         self._take(self._by_time, view.now_s, taken)
         if not taken:
             return None
-        return [request for request, entry in taken if self._ask(request, entry, step, view)]
+        if stopped_at is None:
+            self.matters = True
+            return [request for request, entry in taken if self._ask(request, entry, step, view)]
+        self.matters, changed = False, []
+        for request, entry in taken:
+            before, might_lose = self._keys[request][0], entry.may_lose
+            if self._ask(request, entry, step, view):
+                changed.append(request)
+            now = self._keys[request][0]
+            if entry.waits_since_s is None:
+                self.matters |= entry.may_lose and now > stopped_at and not (might_lose and before > stopped_at)
+            else:
+                self.matters |= now != before and min(now, before) <= stopped_at
+        return changed
 
     def _take(self, heap: list[Event[R]], now: float, taken: list[tuple[R, Entry]]) -> None:
         """Move what is due from the calendar to ``taken``."""
@@ -197,8 +218,10 @@ class Ranks(Generic[R]):
             value, until_tokens, until_s = self._rank_with_promotion(request, entry, tokens, view)
         else:
             value, until_tokens, until_s = self._rank(request, entry, tokens, view)
+        entry.may_lose = False
         if entry.waits_since_s is None:
             quantum_ends = entry.admitted_at_tokens + self._quantum
+            entry.may_lose = tokens >= quantum_ends and view.now_s >= entry.cools_until_s
             if tokens < quantum_ends < until_tokens:
                 until_tokens = quantum_ends
             if until_tokens < inf:

@@ -85,6 +85,8 @@ class Taken:
     """How the victims of each were chosen, where this is recorded."""
     in_vain: bool = False
     """Whether there was nobody to displace and nobody to do it for."""
+    stopped_at: tuple[float, ...] | None = None
+    """Rank of the waiting request that was looked at last, where it was not let in."""
 
 
 @dataclass(slots=True)
@@ -159,9 +161,10 @@ def make_room(order: Order, engine: Engine, view: View, records: bool = False) -
     plan, left = _Plan(), _Left(order, engine, view)
     space: Space | None = None
     missed = False
+    stopped_at: tuple[float, ...] | None = None
     spare_blocks = before_blocks = before_places = 0
     for number, waiting in enumerate(engine.heads()):
-        last = left.last()
+        last, stopped_at = left.last(), waiting.rank
         if number == MAX_HEADS or last is None:
             break
         if not number:
@@ -172,6 +175,7 @@ def make_room(order: Order, engine: Engine, view: View, records: bool = False) -
             # Loaded, for want of a last block: whatever its rank, it is admitted before those without blocks.
             before_blocks += engine.need_blocks(waiting) - spare_blocks
             before_places += 1
+            stopped_at = None
             continue
         need, wanted_places = engine.need_blocks(waiting), 1
         if not waiting.computed_tokens:
@@ -201,8 +205,9 @@ def make_room(order: Order, engine: Engine, view: View, records: bool = False) -
         space.free_blocks, space.places = found.free_blocks - (need - spare_blocks), found.places - wanted_places
         space.budget_tokens -= tokens
         before_blocks = before_places = 0
+        stopped_at = None
     in_vain = space is None and not missed
-    return Taken(tuple(plan.victims), tuple(plan.let_in), missed, tuple(plan.choices), in_vain)
+    return Taken(tuple(plan.victims), tuple(plan.let_in), missed, tuple(plan.choices), in_vain, stopped_at)
 
 
 def _search(waiting: Progress, wants: Wants, left: _Left, order: Order, engine: Engine, view: View) -> _Search:

@@ -38,6 +38,14 @@ def test_what_happens_brings_the_next_look() -> None:
     assert lookout.is_due(17)
 
 
+def test_it_is_remembered_who_was_stopped_in_the_last_look() -> None:
+    lookout: Lookout[str] = Lookout(lambda name: False)
+    lookout.looked(Taken(missed=True, stopped_at=(3,)), 0)
+    assert lookout.stopped_at == (3,)
+    lookout.looked(Taken((progress(1),), (progress(2),)), 1)
+    assert lookout.stopped_at is None
+
+
 def test_whoever_becomes_ready_brings_the_next_look() -> None:
     ready: set[str] = set()
     lookout: Lookout[str] = Lookout(ready.__contains__)

@@ -62,6 +62,53 @@ def test_the_end_of_a_quantum_is_due() -> None:
     assert ranks.due(4, view()) == [] and ranks.next_step == 10
 
 
+@pytest.mark.parametrize(
+    ("stopped_at", "quantum_tokens", "matters"),
+    [
+        (None, 0, True),  # nobody was stopped: unknown
+        ((-1,), 0, False),  # it could be displaced before as well
+        ((0,), 0, True),  # it went beside the one that waits, and goes after it now
+        ((1,), 0, False),  # it goes beside it now
+        ((-1,), 10, True),  # its quantum has ended
+        ((1,), 10, False),
+    ],
+)
+def test_a_running_request_that_may_be_displaced_now_matters(
+    stopped_at: tuple[float, ...] | None, quantum_tokens: int, matters: bool
+) -> None:
+    ranks, requests = made(ByLevel(quantum_tokens=quantum_tokens), "a")
+    ranks.admitted("a", 0, view())
+    requests.tokens["a"] = 10
+    assert ranks.due(10, view(), stopped_at) == ["a"] and ranks.key("a")[0] == (1,)
+    assert ranks.matters == matters
+
+
+def test_the_end_of_a_quantum_matters_without_a_change_of_rank() -> None:
+    ranks, requests = made(ByLevel(quantum_tokens=4), "a")
+    ranks.admitted("a", 0, view())
+    requests.tokens["a"] = 4
+    assert ranks.due(4, view(), (-1,)) == [] and ranks.matters
+
+
+@dataclass(frozen=True, repr=False)
+class Ages(Order):
+    """One rank less for each second that has passed."""
+
+    name: str = "ages"
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((5 - view.now_s,), until_s=view.now_s + 1)
+
+
+@pytest.mark.parametrize(("stopped_at", "matters"), [((3,), False), ((4,), True), ((5,), True)])
+def test_a_waiting_request_that_does_not_go_after_the_one_that_was_stopped_matters(
+    stopped_at: tuple[float, ...], matters: bool
+) -> None:
+    ranks, _ = made(Ages(), "a")
+    assert ranks.due(1, view(1.0), stopped_at) == ["a"] and ranks.key("a")[0] == (4,)
+    assert ranks.matters == matters
+
+
 def test_what_was_foreseen_is_void_once_somebody_is_preempted_or_gone() -> None:
     ranks, _ = made(ByLevel(), "a", "b")
     for name in "ab":

@@ -103,6 +103,17 @@ def test_what_is_left_over_goes_to_the_next() -> None:
     assert numbers(room(engine)) == ([3], [7], False)
 
 
+def test_the_rank_of_whoever_is_not_let_in_is_told() -> None:
+    for waiting, stopped_at in (
+        ({waits(8, 0): 13}, (0,)),
+        ({waits(7, 0): 4, waits(8, 1): 4, waits(9, 2): 9}, (2,)),
+        ({waits(8, 7): 4}, (7,)),
+        ({waits(8, 0): 4}, None),
+    ):
+        assert room(Engine(waiting, THREE)).stopped_at == stopped_at
+    assert room(Engine({waits(8, 0): 4}, {runs(1, 5, 0): 4}), ByLevel(quantum_tokens=4)).stopped_at == (0,)
+
+
 def test_a_quantum_is_served_first() -> None:
     order = ByLevel(quantum_tokens=4)
     early = {runs(1, 5): 4, runs(2, 6, served_tokens=3): 4}

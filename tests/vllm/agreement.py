@@ -166,6 +166,23 @@ def ordered(seed: int, count: int = 60, spec: str = "") -> Case:
     return replace(case, server=served)
 
 
+def prompted(seed: int, count: int = 24) -> Case:
+    """Long prompts that a small budget cuts into many chunks, in memory that is ample or short in turn, by an order
+    under which who comes goes first."""
+    case, rng = crowded(seed // 2, count), random.Random(f"prompted {seed}")
+    served = replace(
+        case.server,
+        device_blocks=900 if seed % 2 else rng.randint(60, 90),
+        token_budget=rng.choice((24, 48)),
+        max_running=16,
+        order=order.load(rng.choice(("mlfq:base=4", "las:quantum=8", "gittins:quantum=8", "urgent"))),
+    )
+    made = tuple(
+        replace(request, prompt_tokens=rng.choice((20, 200, 400)), priority=rng.randrange(3)) for request in case.work
+    )
+    return replace(case, work=replace(case.work, requests=made), server=served)
+
+
 def classed(seed: int, count: int = 60) -> Case:
     """A case of :func:`ordered` whose requests have drawn classes and deadlines, served by an order that heeds them."""
     case, rng = ordered(seed, count), random.Random(f"classes {seed}")

@@ -46,7 +46,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from tests.vllm.disturbances import Disturbances, Shares
 from tests.vllm.kv_caches import kv_cache, scheduler_block_size, spec_of
-from tests.vllm.places import Places
+from tests.vllm.places import Places, Stalls
 from tests.vllm.setups import KINDS
 
 BLOCK = 16
@@ -368,14 +368,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     counts = watch_counts() if job.get("counts") else []
     if job.get("measured"):
         measure(scheduler.kvpolicy)
-    disturb, places = _disturbances(job, scheduler, worker), Places(scheduler)
+    disturb, places, stalls = _disturbances(job, scheduler, worker), Places(scheduler), Stalls(scheduler)
 
     def before_step() -> None:
         disturb()
         places.before_step()
+        stalls.before_step()
 
     for output in drive(scheduler, arriving, worker.execute, job["asynchronous"], before_step):
         places.after_step()
+        stalls.after_step(output)
         preempted = sorted(getattr(output, "preempted_req_ids", None) or ())
         order = [request.request_id for request in scheduler.running]
         schedule.append([dict(sorted(output.num_scheduled_tokens.items())), preempted, order])
@@ -394,6 +396,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "accounts": accounts_left(scheduler),
         "misplaced": places.wrong,
         "put_back": places.put_back,
+        "stalled": stalls.stalled,
+        "beside_prompts": stalls.beside_prompts,
     } | worker.found()
 
 

@@ -72,3 +72,28 @@ class Places:
             self._numbers[name] = self._given
             self._given += 1
         self._failed.discard(name)
+
+
+class Stalls:
+    """Counts who decodes and gets no token in a step, on an engine that preempts nobody."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.stalled: list[str] = []
+        self.beside_prompts = 0
+        """Steps in which some decoded while a running request's prompt had been computed in part."""
+        self._scheduler = scheduler
+        self._decoding: list[str] = []
+
+    def before_step(self) -> None:
+        running = self._scheduler.running
+        decoding = [request for request in running if not request.is_prefill_chunk and not _is_ending(request)]
+        self.beside_prompts += bool(decoding) and any(request.is_prefill_chunk for request in running)
+        self._decoding = [request.request_id for request in decoding]
+
+    def after_step(self, output: Any) -> None:
+        self.stalled += [name for name in self._decoding if name not in output.num_scheduled_tokens]
+
+
+def _is_ending(request: Any) -> bool:
+    """Whether the step under way brings its last token, so that it is not scheduled again."""
+    return bool(request.num_output_placeholders) and request.num_output_tokens + 1 >= request.max_tokens

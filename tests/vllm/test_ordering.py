@@ -186,6 +186,39 @@ def test_what_fails_is_counted_and_displaces_nobody(
     assert all(request.is_finished() for request in made.requests)
 
 
+def test_the_running_list_is_by_rank_again_where_a_step_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of many chunks stands behind those that decode only while vLLM schedules."""
+    plugin = harness.plugin("always-recompute", order="urgent")
+    job = BASE | {"model": str(model), "plugin": plugin, "budget": 32, "sequences": 16}
+    scheduler, worker = alone.scheduler_for(job), alone.Worker(late=0)
+    long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    decoding = alone.made_request(0, [*range(8)], long.clone())
+    prompt = alone.made_request(1, [*range(200)], long.clone(), priority=-1)
+
+    def step() -> Any:
+        output = scheduler.schedule()
+        sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        scheduler.update_from_output(output, worker.execute(output, sampled))
+        return output
+
+    for request in (decoding, prompt):
+        scheduler.add_request(request)
+        step()
+    assert [*step().num_scheduled_tokens.items()] == [("r0", 1), ("r1", 31)] and scheduler.running == [prompt, decoding]
+    seen: list[list[Any]] = []
+
+    def failing(*arguments: Any, **more: Any) -> None:
+        seen.append([*scheduler.running])
+        raise RuntimeError("no blocks")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(scheduler.kv_cache_manager, "allocate_slots", failing)
+        with pytest.raises(RuntimeError, match="no blocks"):
+            scheduler.schedule()
+    assert seen == [[decoding, prompt]] and scheduler.running == [prompt, decoding]
+    assert step().num_scheduled_tokens == {"r0": 1, "r1": 31}
+
+
 @pytest.mark.parametrize("order", UNRULY)
 def test_an_order_whose_code_fails_is_counted(order: str, model: Path) -> None:
     made = schedule(model, order=order)

@@ -80,6 +80,17 @@ def test_only_loaded_requests_keep_their_places(
     harness.assert_nothing_left(ours)
 
 
+@pytest.mark.parametrize("order", ["fcfs", "mlfq:base=4", "urgent"])
+@versions
+@modes
+def test_no_stream_waits_for_a_prompt(asynchronous: bool, version: str, order: str, model: str, tmp_path: Path) -> None:
+    """With a small budget and memory for all: whoever has come last would have all of it, by its rank."""
+    job = BASE | {"model": model, "asynchronous": asynchronous, "budget": 64, "blocks": 2000, "requests": 60}
+    ours = run_alone(job | {"plugin": harness.plugin("always-recompute", order=order)}, tmp_path, version)
+    assert ours["beside_prompts"] > 50 and ours["stalled"] == [] and ours["misplaced"] == []
+    assert harness.total(ours["stats"], "preemptions") == 0 and ours["unfinished"] == 0
+
+
 @pytest.mark.feature("aborts")
 @pytest.mark.feature("resets of the prefix cache")
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -24,6 +24,7 @@ import pytest
 from kvpolicy.host_store.contents import HostCopy, rank_of
 from kvpolicy.order import load
 from kvpolicy.request_marks import NO_HINTS
+from kvpolicy.simulator.builtin.scheduler import Scheduler
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement, harness
 from tests.vllm.agreement import (
@@ -41,6 +42,7 @@ from tests.vllm.agreement import (
     looped,
     ordered,
     priced,
+    prompted,
     returned_before_newcomers,
     short_of_slots,
 )
@@ -187,6 +189,16 @@ def test_they_agree_where_requests_cool_down_or_are_ranked_by_levels(seed: int, 
     told = account("builtin", case)
     assert not differences(told, account("vllm", case))
     assert displaced(told) > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_they_agree_where_prompts_take_many_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever decodes has its token before them: without that the schedule is another one."""
+    case = prompted(seed)
+    told = account("builtin", case)
+    assert not differences(told, account("vllm", case))
+    monkeypatch.setattr(Scheduler, "_put_decodes_first", lambda self: None)
+    assert told.scheduled != account("builtin", case).scheduled
 
 
 @pytest.mark.parametrize("seed", TIED)

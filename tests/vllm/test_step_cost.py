@@ -48,6 +48,10 @@ def test_the_benchmark_says_how_long_own_functions_take_and_beside_what(rows: li
         assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
 
 
+ORDERS = ("urgent", "mlfq:base=32", "las:quantum=32", "gittins:quantum=32")
+"""By priority; by levels that are crossed rarely; by levels that every request crosses again and again."""
+
+
 @pytest.fixture(scope="module")
 def ordered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("ordered") / "figures.json"
@@ -60,7 +64,7 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "--rounds",
         "1",
         "--orders",
-        "urgent",
+        *ORDERS,
     ]
     done = subprocess.run(
         [*command, "--json", str(out)], env=harness.environment(), cwd=harness.ROOT, capture_output=True, text=True
@@ -72,14 +76,18 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_no_order_goes_through_the_running_requests_where_nobody_is_displaced(ordered: list[dict[str, Any]]) -> None:
     """Whether nobody waits, or somebody who is outranked, does not fit, or is not ready: 32 requests more that run
-    bring less than one instruction each."""
+    bring less than one instruction each where ranks seldom change, and what their changes bring, seldom, elsewhere."""
     opcodes: dict[tuple[str, str], list[float]] = {}
     for row in ordered:
         opcodes.setdefault((row["order"], row["situation"]), []).append(row["opcodes"])
-    assert len(opcodes) == 8
-    assert all(many - few < 32 for few, many in opcodes.values()), opcodes
+    assert len(opcodes) == 20
+    rarely = [rows for (order, _), rows in opcodes.items() if order.startswith(("urgent", "mlfq"))]
+    assert len(rarely) == 8 and all(many - few < 32 for few, many in rarely), opcodes
+    assert all(many - few < 32 * 25 for few, many in opcodes.values()), opcodes
 
 
 def test_looks_in_vain_are_rare(ordered: list[dict[str, Any]]) -> None:
-    costs = {row["situation"]: row["opcodes"] for row in ordered if row["order"] == "urgent"}
-    assert costs["in vain"] - costs["outranked"] < 400 and costs["not ready"] - costs["alone"] < 400
+    """Also where running requests change their ranks in most of the steps, and none that matters to who waits."""
+    for order in ORDERS:
+        costs = {row["situation"]: row["opcodes"] for row in ordered if row["order"] == order}
+        assert costs["in vain"] - costs["alone"] < 650 and costs["not ready"] - costs["alone"] < 450, (order, costs)

@@ -159,20 +159,29 @@ class Admission:
 
     def space(self) -> Space:
         """What the next step has left once the running requests have what they take in it."""
-        free = lowest = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        budget = self._scheduler.max_num_scheduled_tokens
-        for request, computed, new in self._running_chunks():
+        free, budget = self._left_by(self._scheduler.running)
+        return Space(free, self._places(), budget, self._chunked)
+
+    def fits(self, running: Sequence[Any]) -> bool:
+        """Whether blocks are free for what the running requests, in this order, take in the next step."""
+        return self._left_by(running)[0] >= 0
+
+    def _left_by(self, running: Sequence[Any]) -> tuple[int, int]:
+        """Blocks that stay free, and tokens of the budget that are left, once these have what they take."""
+        free = lowest = int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+        budget = int(self._scheduler.max_num_scheduled_tokens)
+        for request, computed, new in self._running_chunks(running):
             free -= self._growth(request, computed, new)
             budget -= new
             lowest = min(lowest, free)
         # Where they run out meanwhile, vLLM preempts a request and admits nobody, whatever others give back later.
-        return Space(lowest if lowest < 0 else free, self._places(), budget, self._chunked)
+        return lowest if lowest < 0 else free, budget
 
-    def _running_chunks(self) -> Iterator[tuple[Any, int, int]]:
-        """The running requests that the next step computes, their computed tokens, and how many it adds to them."""
+    def _running_chunks(self, running: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
+        """Those of the running requests that the next step computes, their computed tokens, and how many it adds."""
         scheduler, longest = self._scheduler, self._longest_chunk()
         budget = scheduler.max_num_scheduled_tokens
-        for request in scheduler.running:
+        for request in running:
             if budget <= 0:
                 break
             if self.is_ending(request):

@@ -15,7 +15,19 @@ from typing import Any, TypeVar
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from kvpolicy.order import Choice, Holding, Lookout, Order, Progress, Ranks, Space, Taken, View, make_room
+from kvpolicy.order import (
+    Choice,
+    Holding,
+    Lookout,
+    Order,
+    Progress,
+    Ranks,
+    Space,
+    Taken,
+    View,
+    decodes_first,
+    make_room,
+)
 from kvpolicy.request_marks import Marks
 from kvpolicy_vllm.plugin.admission import Admission
 from kvpolicy_vllm.plugin.block_tables import BlockTables
@@ -80,6 +92,8 @@ class Ordering:
         self._holding_back = Holding(order)
         self._held: list[Any] = []
         """Running requests that sit this step out."""
+        self._by_phase = False
+        """Whether those that decode stand before prompts in this step."""
         self._let_in: list[Any] = []
         """Requests for which others were displaced in this step."""
         self._numbers = count()
@@ -214,22 +228,39 @@ class Ordering:
         exempt = {self._number_of[request] for request in running if request.lora_request}
         return self._holding_back.held([*map(self.ranks.progress, running)], self.view(), exempt)
 
+    def put_decodes_first(self) -> None:
+        """Let those that decode have the step's tokens before prompts, where nobody is preempted for that."""
+        scheduler = self._scheduler
+        prefills = scheduler._inflight_prefills
+        if not prefills:
+            return
+        anew = self._guarded(
+            "decodes_first", None, lambda: decodes_first(scheduler.running, prefills, self._admission.fits)
+        )
+        if anew is not None:
+            scheduler.running[:] = anew
+            self._by_phase = True
+
     def release(self) -> None:
-        """Put those that sat the step out back on the running list."""
-        self._scheduler.running.extend(self._held)
-        self._held = []
+        """Put the running list back in the order of service, with those that sat the step out."""
+        if self._held or self._by_phase:
+            running = self._scheduler.running
+            running.extend(self._held)
+            running.sort(key=self.ranks.key)
+            self._held, self._by_phase = [], False
 
     def _renew(self) -> None:
-        changed = self.ranks.due(self._step, self.view())
+        changed = self.ranks.due(self._step, self.view(), self.lookout.stopped_at)
         if changed is None:
             return
-        self.lookout.happened()
+        if self.ranks.matters:
+            self.lookout.happened()
         self.queues.renew(changed)
         if changed:
             self._sort_running(changed)
 
-    def settle(self, output: Any, held: Sequence[Any] = ()) -> None:
-        """Rank the requests that this step admitted, and put those that it ``held`` back where they were."""
+    def settle(self, output: Any) -> None:
+        """Rank the requests that this step admitted."""
         admitted = [request.req_id for request in output.scheduled_new_reqs]
         admitted += output.scheduled_cached_reqs.resumed_req_ids
         self._admitting = output.num_scheduled_tokens
@@ -239,8 +270,8 @@ class Ordering:
         self._admitting = {}
         if self._let_in:
             self._count_missed()
-        if requests or held:
-            self._sort_running([*requests, *held])
+        if requests:
+            self._sort_running(requests)
 
     def _count_missed(self) -> None:
         """Displace nobody for some steps where somebody did not come in, for whatever reason of vLLM's: the next

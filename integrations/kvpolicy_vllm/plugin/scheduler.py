@@ -205,6 +205,7 @@ class PolicyHooks:
             if held:
                 loaded_requests.keep_places(len(held))
             if ordering is not None:
+                ordering.put_decodes_first()
                 ordering.scheduling(True)
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
         finally:
@@ -219,7 +220,7 @@ class PolicyHooks:
         if ordering is None:
             self.running_order.settle(output)
         else:
-            ordering.settle(output, held)
+            ordering.settle(output)
         # Up to vLLM 0.31 no loaded request is admitted in a pause: a load would seem to last as long as the pause.
         if self.pause_state == PauseState.UNPAUSED:
             loaded_requests.growth.steps += output.total_num_scheduled_tokens > 0

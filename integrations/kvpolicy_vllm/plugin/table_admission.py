@@ -137,7 +137,7 @@ class TableAdmission(Admission):
 
     def _left_tokens(self) -> int:
         if self._budget is None:
-            taken = sum(new for _, _, new in self._running_chunks())
+            taken = sum(new for _, _, new in self._running_chunks(self._scheduler.running))
             self._budget = int(self._scheduler.max_num_scheduled_tokens) - taken
         return self._budget
 
@@ -155,7 +155,7 @@ class TableAdmission(Admission):
 
     def _given_back_ids(self) -> frozenset[int]:
         if self._given_back is None:
-            running = (request for request, _, _ in self._running_chunks())
+            running = (request for request, _, _ in self._running_chunks(self._scheduler.running))
             self._given_back = frozenset(block.block_id for one in running for block in self._left_behind(one))
         return self._given_back
 

@@ -93,10 +93,11 @@ class Ordering:
 
         Requests' own counts must be up to date.
         """
-        changed = self.ranks.due(self.step, self.view())
+        changed = self.ranks.due(self.step, self.view(), self.lookout.stopped_at)
         if changed is None:
             return False
-        self.lookout.happened()
+        if self.ranks.matters:
+            self.lookout.happened()
         for live in changed:
             if live in self.waiting:
                 self.waiting.append(live)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvpolicy.order import Progress, Space
@@ -74,15 +74,25 @@ class Room:
         return self._by_number[running.number].held
 
     def space(self) -> Space:
+        scheduler = self._scheduler
+        free, budget = self._left_by(scheduler.running)
+        return Space(free, scheduler.max_running() - len(scheduler.running), budget)
+
+    def fits(self, running: Sequence[LiveRequest]) -> bool:
+        """Whether blocks are free for what the running requests, in this order, take in the step."""
+        return self._left_by(running)[0] >= 0
+
+    def _left_by(self, running: Sequence[LiveRequest]) -> tuple[int, int]:
+        """Blocks that stay free, and tokens of the budget that are left, once these have what they take."""
         scheduler, server = self._scheduler, self._server
         budget, free = server.token_budget, scheduler.pool.free
-        for live in scheduler.running:
+        for live in running:
             if budget <= 0 or scheduler.last_token_is_coming(live):
                 continue
             new = min(live.tokens + live.placeholders - live.computed, budget)
             free -= max(-(-(live.computed + new) // server.block_size) - live.held, 0)
             budget -= new
-        return Space(free, scheduler.max_running() - len(scheduler.running), budget)
+        return free, budget
 
     def need_blocks(self, waiting: Progress) -> int:
         return self._scheduler.demand(self._by_number[waiting.number], self._server.token_budget).needed_blocks

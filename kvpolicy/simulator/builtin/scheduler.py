@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from kvpolicy.events import Cause
 from kvpolicy.load_growth import LoadGrowth
+from kvpolicy.order import decodes_first
 from kvpolicy.simulator.base import NULL_BLOCK, Scheduling, Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.host_copies import HostPool
@@ -130,7 +131,11 @@ class Scheduler:
         displaced = self._displace() if self._ordering is not None else ()
         held = self._hold() if self._ordering is not None else ()
         lost = len(step.lost)
+        in_turn = self.running
+        if self._ordering is not None:
+            self._put_decodes_first()
         budget = self.run(step, self._server.token_budget, 0)
+        self.running = in_turn
         if len(step.lost) == lost:
             self.admit(step, budget)
         if held:
@@ -372,6 +377,12 @@ class Scheduler:
             self.preempt(victim, "displaced")
             self.waiting.remove(victim)
         return victims
+
+    def _put_decodes_first(self) -> None:
+        """Let those that decode have the step's tokens before prompts; for this step, and where nobody is preempted."""
+        assert self._room is not None
+        if self._prefills:
+            self.running = decodes_first(self.running, self._prefills, self._room.fits) or self.running
 
     def _hold(self) -> list[LiveRequest]:
         """Take the requests that sit this step out off the running list; they keep their blocks."""
