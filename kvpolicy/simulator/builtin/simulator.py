@@ -21,8 +21,8 @@ from kvpolicy.workload import Source
 
 RULES = ("0.32",)
 OBJECTS_PER_COLLECTION = 100_000
-"""With Python's own number (2,000 or fewer), looking for cycles among blocks that have none took 40% of the time of runs
-with prefix caching and long prompts."""
+"""With Python's own number (2,000 or fewer), looking for cycles among blocks that have none took 40% of the time of
+runs with prefix caching and long prompts."""
 
 
 @dataclass(frozen=True, slots=True)

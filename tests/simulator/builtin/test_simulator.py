@@ -13,12 +13,18 @@ from kvpolicy.simulator.builtin.simulator import OBJECTS_PER_COLLECTION, rare_co
 def test_cycles_are_looked_for_less_often_during_a_run_and_as_before_after_it(before: tuple[int, int, int]) -> None:
     """No more often than before, and not at all where that was switched off; also after a run that failed."""
     was = gc.get_threshold()
+    during = []
+
+    def fail() -> None:
+        with rare_collection():
+            during.append(gc.get_threshold()[0])
+            raise RuntimeError("stopped")
+
     try:
         gc.set_threshold(*before)
-        with pytest.raises(RuntimeError, match="stopped"), rare_collection():
-            during = gc.get_threshold()[0]
-            raise RuntimeError("stopped")
+        with pytest.raises(RuntimeError, match="stopped"):
+            fail()
         assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*was)
-    assert during == (max(before[0], OBJECTS_PER_COLLECTION) if before[0] else 0)
+    assert during == [max(before[0], OBJECTS_PER_COLLECTION) if before[0] else 0]
