@@ -34,6 +34,7 @@ BARS: dict[str, dict[str, Any]] = {
     "in_range": {"at_least": 0.05, "aimed": 0.02},
     "extrapolated": {"at_least": 0.12, "aimed": 0.07},
     "coverage": {"at_least": [0.88, 0.92], "every_bin_over": 0.85},
+    "beyond": {"share_of_bins": 0.9, "bin_holds": 0.85, "share_of_tables": 0.75, "error_from_2x": 0.12},
 }
 PARTS = ("in_range", "extrapolated")
 ROWS_OF_MANY = 2000
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def missed_bars(summary: Mapping[str, Any]) -> list[str]:
     """Each bar that our models miss, in words: mean errors, coverage, and bins with enough states."""
-    lines = []
+    lines = _missed_beyond(summary["beyond"]) if summary["beyond"] else []
     for entry in summary["files"]:
         for part in PARTS:
             if entry[part] is not None:
@@ -102,6 +103,50 @@ def _missed_coverage(name: str, covered: float | None, worst: float | None) -> l
     if worst is not None and worst < least:
         lines.append(f"{name}: 90% interval holds {worst:.1%} in its worst bin, should be {least:.0%} or more")
     return lines
+
+
+def beyond_range(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Over all tables beyond the trained range: bins of :data:`judged_tables.MIN_PER_BIN` rows or more with a finite
+    interval, and how many hold what they should; files with rows at twice the longest trained length or beyond, and
+    how many have a mean error there that is low enough. None where no table is long enough."""
+    judged = [entry for entry in tables if entry["extrapolated"] is not None]
+    bins = [
+        one
+        for entry in judged
+        for one in entry["extrapolated"]["coverage"]
+        if one["bounded"] and one["n"] >= judged_tables.MIN_PER_BIN
+    ]
+    far: dict[str, list[tuple[int, float]]] = {}
+    for entry in judged:
+        if (score := entry["extrapolated"]["families"][OURS].get("from_2x")) is not None:
+            far.setdefault(entry["file"], []).append((score["n"], score["mean"]))
+    means = {name: sum(n * mean for n, mean in rows) / sum(n for n, _ in rows) for name, rows in far.items()}
+    bars = BARS["beyond"]
+    return {
+        "bins": len(bins),
+        "bins_that_hold": sum(one["covered"] >= bars["bin_holds"] for one in bins),
+        "tables": len(means),
+        "tables_within": sum(mean <= bars["error_from_2x"] for mean in means.values()),
+        "error_from_2x": means,
+    } if bins and means else None  # fmt: skip
+
+
+def beyond_words(beyond: Mapping[str, Any]) -> list[str]:
+    """Both counts beyond the trained range against their bars, one line each."""
+    bars, lines = BARS["beyond"], []
+    for what, holding, all_of, least in (
+        (f"bins whose 90% interval holds {bars['bin_holds']:.0%} or more", "bins_that_hold", "bins", "share_of_bins"),
+        (f"tables with a mean error of at most {bars['error_from_2x']:.0%} from twice the trained length on",
+         "tables_within", "tables", "share_of_tables"),
+    ):  # fmt: skip
+        share = beyond[holding] / beyond[all_of]
+        met = "met" if share >= bars[least] else "missed"
+        lines.append(f"{what}: {beyond[holding]} of {beyond[all_of]}, {share:.1%}; bar {bars[least]:.0%}: {met}")
+    return lines
+
+
+def _missed_beyond(beyond: Mapping[str, Any]) -> list[str]:
+    return [f"beyond the range, {line}" for line in beyond_words(beyond) if line.endswith("missed")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,7 +185,7 @@ def _summary(traces: Sequence[str], profiles: Path | None, effort: Effort) -> di
     return {
         "error": "|predicted / measured - 1|", "bars": BARS, "ours": OURS, "seed": effort.seed,
         "traces": judged_t, "made_up_copies": made_up, "tables": judged_o, "files": files,
-        "passed_over": passed_over,
+        "beyond": beyond_range(judged_o), "passed_over": passed_over,
     }  # fmt: skip
 
 
@@ -216,6 +261,8 @@ def _show(summary: Mapping[str, Any], each: bool) -> None:
         rows = [entry for entry in summary["tables" if each else "files"] if entry[part] is not None]
         if rows:
             console.print(_grid(part, title, rows, each))
+    for line in beyond_words(summary["beyond"]) if summary["beyond"] else ():
+        console.print(f"beyond the range, {line}", markup=False)
     for entry in summary["files"]:
         for part in ("in_range", "extrapolated"):
             if entry[part] is not None and entry[part]["operators_above"]:

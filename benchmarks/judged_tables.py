@@ -12,7 +12,6 @@ from sklearn.ensemble import RandomForestRegressor
 
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.cost.intervals import conformal_margin
-from kvpolicy.regression.conformal import grown
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 from kvpolicy.simulator.hardware.operator_tables import Table, quantile_bins
 
@@ -169,8 +168,8 @@ def _coverage(
 ) -> list[dict[str, Any]]:
     """The 90% interval's share of hits per bin of length x load, by split-conformal widths of the same bin.
 
-    Extrapolated they grow with the distance, as measured by inner extrapolation; without data for
-    that they are infinite, and the bin is not ``bounded``.
+    Extrapolated they widen beyond the range, as measured by inner extrapolation; without data for that they are
+    infinite, and the bin is not ``bounded``.
     """
     table = parts[0].table
     by_length, by_load = quantile_bins(table.times.length, LENGTH_BINS), quantile_bins(table.times.load, LOAD_BINS)
@@ -189,12 +188,12 @@ def _coverage(
             below, above = conformal_margin(calibration)
             in_bin = cell[part.unseen] == bin_number
             if extrapolating:
-                growth = regressor.growth((below, above))
-                if growth == np.inf:
+                widening = regressor.widening((below, above))
+                if widening.growth == np.inf:
                     unbounded.add(bin_number)
                 ratio = table.times.length[part.unseen][in_bin] / table.times.length[part.seen].max()
-                distance = np.log(ratio).tolist()
-                low, high = (np.array([grown(side, growth, far) for far in distance]) for side in (below, above))
+                added = np.array([widening.at(far) for far in np.log(ratio).tolist()])
+                low, high = below + added, above + added
             else:
                 low, high = np.array(below), np.array(above)
             hits.setdefault(bin_number, []).extend(

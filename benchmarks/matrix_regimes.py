@@ -1,11 +1,12 @@
 """The matrix in regimes: where to switch kvpolicy on, and where not.
 
-    python benchmarks/matrix_regimes.py [--full] [--machine M] [--kind K] [--load L] [--caching on|off] [--shape S]
-        [--seeds N] [--requests N] [--jobs N] [--json FILE]
+    python benchmarks/matrix_regimes.py [--full] [--hybrid] [--machine M] [--kind K] [--load L] [--caching on|off]
+        [--shape S] [--seeds N] [--requests N] [--jobs N] [--json FILE]
 
 Regimes are those of ``regimes.py`` and, simulated by vLLM's own scheduler, ``regimes_hybrid.py``. Without ``--full``
 they are a fraction of the crossed axes: one axis at a time around an H100 at 1.2 of its capacity, and the corners in
-which most is expected; with it all of them. ``--machine`` and the other axes leave those that are asked for. Finished
+which most is expected; with it all of them. The two hybrid ones, which take the longest, come with ``--hybrid`` or
+``--shape hybrid``. ``--machine`` and the other axes leave those that are asked for. Finished
 runs are in ``--cache``: an interrupted matrix goes on where it was.
 
 In each regime, on the same requests: stock vLLM (two classes: its priority scheduling), its watermarks, thresholds by
@@ -61,6 +62,7 @@ from regimes import (
     default_design,
     full_design,
     hardware_of,
+    hybrid_design,
 )
 
 from kvpolicy.stats import Ratio, student_ratio
@@ -376,6 +378,8 @@ def _rounded(value: Any) -> Any:
 
 def chosen(options: argparse.Namespace) -> list[Regime]:
     design = (full_design if options.full else default_design)(options.requests)
+    if options.hybrid or WINDOWS in (options.shape or ()):
+        design = list(dict.fromkeys([*design, *hybrid_design(options.requests)]))
     caching = {"on": (True,), "off": (False,), None: (True, False)}[options.caching]
     asked = {
         "machine": options.machine or MACHINES, "kind": options.kind or KINDS, "load": options.load or LOADS,
@@ -394,6 +398,7 @@ SHAPES_SHOWN = (PLAIN, LATENT, WINDOWS)
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all regimes, not a fraction of them")
+    parser.add_argument("--hybrid", action="store_true", help="also hybrid models on an H100 and an H20, at once")
     parser.add_argument("--machine", choices=MACHINES, action="append", help="only that one")
     parser.add_argument("--kind", choices=KINDS, action="append", help="only what is served so")
     parser.add_argument("--load", type=float, choices=LOADS, action="append", help="only that; 0: all at once")

@@ -7,6 +7,8 @@ Machines are by their data sheets, but for ``cpu``, which is the measured cost m
   conversations. At once, the batch is there from the beginning and the urgent ones come at their share of capacity;
 - decodes alone: one class on a server whose step has no more tokens than requests may run (64 of each). Prompts, of 91
   tokens in the median, are computed there too: the built-in simulator has nothing that brings computed ones;
+- short requests: the lengths of deepseek-r1 times 0.05 (180 tokens of prompt and output in the mean), ten times as
+  many, on a server that runs up to 1,024 of them. So large a batch is bound by compute, which brings p / d near 1;
 - rollouts: groups of 16 samples of one prompt, all there at once. Prompts have 200 to 2,000 tokens, outputs are
   lognormal around a median of their group's (1,500 tokens in the median group), at most 16,384 tokens.
 
@@ -47,14 +49,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {PLAIN: LLAMA_3_1_8B, LATENT: DEEPSEEK
 CPU, CPU_MODEL = "cpu", "cpu-llama-native"
 GPUS = ("H100-SXM", "A100-SXM-80GB", "L40S", "H20")
 MACHINES = (*GPUS, CPU)
-ONE, TWO, DECODES, ROLLOUTS = "one class", "two classes", "decodes alone", "rollouts"
-KINDS = (ONE, TWO, DECODES, ROLLOUTS)
+ONE, TWO, DECODES, ROLLOUTS, SHORT = "one class", "two classes", "decodes alone", "rollouts", "short requests"
+KINDS = (ONE, TWO, DECODES, ROLLOUTS, SHORT)
 AT_ONCE = 0.0
 LOADS = (AT_ONCE, 0.7, 0.9, 1.2)
 URGENT, BATCH = "urgent", "batch"
 URGENT_PER_BATCH = 4
 CONTEXT_TOKENS = 16384
 SEATS, GROUP = 64, 16
+SHORT_SEATS, SHORT_SCALE, SHORT_PER_REQUEST = 1024, 0.05, 10
 GROUP_MEDIAN, GROUP_SPREAD, SAMPLE_SPREAD, MAX_OUTPUT = 1500, 0.6, 0.8, 16384
 GPU_BLOCKS, TWO_BLOCKS, DECODE_BLOCKS, CPU_BLOCKS = 6_000, 4_000, 3_200, 90
 """6,000 blocks of 16 tokens of Llama-3.1-8B are 13 GB: memory is short from early on in runs of so few requests."""
@@ -111,7 +114,7 @@ class Regime:
 
     def _ordered(self) -> tuple[str, ...]:
         """How displaced ones come back; always-swap only where runs are short."""
-        short = self.kind in (TWO, ROLLOUTS) or self.machine == CPU
+        short = self.kind in (TWO, ROLLOUTS, SHORT) or self.machine == CPU
         return ("recompute", "swap", "learned") if short else ("recompute", "learned")
 
     def serving(self, arm: Arm) -> Serving:
@@ -119,7 +122,9 @@ class Regime:
         cpu = self.machine == CPU
         found = serving_of(self.machine, arm, CPU_HOST_GIB if cpu else HOST_GIB)
         found = replace(found, prefix_caching=self.caching, block_size=CPU_BLOCK if cpu else found.block_size)
-        return replace(found, token_budget=SEATS, max_num_seqs=SEATS) if self.kind == DECODES else found
+        if self.kind == DECODES:
+            return replace(found, token_budget=SEATS, max_num_seqs=SEATS)
+        return replace(found, max_num_seqs=SHORT_SEATS) if self.kind == SHORT else found
 
     def cell(self, arm: Arm, hardware: str, workload: Workload, seed: int) -> Cell:
         found = cell_of(hardware, workload, STOCK_HOW, self.kv_blocks, seed, self.serving(arm))
@@ -170,6 +175,8 @@ def drawn(regime: Regime, seed: int) -> list[Request]:
         return list(rollouts(regime.requests, seed))
     if regime.machine == CPU:
         return list(small_requests(regime.requests, seed))
+    if regime.kind == SHORT:
+        return _lengths(f"deepseek-r1?scale={SHORT_SCALE:g}", regime.requests, seed)
     context = WINDOW_CONTEXT if regime.shape == WINDOWS else CONTEXT_TOKENS
     long = _lengths("deepseek-r1", regime.requests, seed, context)
     if regime.kind != TWO:
@@ -181,7 +188,8 @@ def drawn(regime: Regime, seed: int) -> list[Request]:
 
 
 def _lengths(name: str, requests: int, seed: int, context: int = CONTEXT_TOKENS) -> list[Request]:
-    source = open_workload(f"{name}?n={requests}&rate=1&context={context}&seed={seed}")
+    options = f"n={requests}&rate=1&context={context}&seed={seed}"
+    source = open_workload(f"{name}{'&' if '?' in name else '?'}{options}")
     return [replace(request, arrival_s=0.0) for request in source]
 
 
@@ -204,9 +212,14 @@ def regime(
     machine: str = "H100-SXM", kind: str = ONE, load: float = 1.2, caching: bool = True, shape: str = PLAIN,
     requests: int = 300, kv_blocks: int | None = None,
 ) -> Regime:  # fmt: skip
-    """``requests``: of one class; there are fewer where runs take long."""
+    """``requests``: of one class; there are fewer where runs take long, and more where they are short."""
     blocks = {TWO: TWO_BLOCKS, DECODES: DECODE_BLOCKS}.get(kind, CPU_BLOCKS if machine == CPU else GPU_BLOCKS)
-    count = {TWO: requests // 4, DECODES: 5 * requests // 8, ROLLOUTS: 5 * requests // 8}.get(kind, requests)
+    count = {
+        TWO: requests // 4,
+        DECODES: 5 * requests // 8,
+        ROLLOUTS: 5 * requests // 8,
+        SHORT: SHORT_PER_REQUEST * requests,
+    }.get(kind, requests)
     if shape == WINDOWS:
         blocks, count = WINDOW_BLOCKS, requests // 6
     return Regime(machine, kind, load, caching, shape, kv_blocks or blocks, max(4, count))
@@ -227,12 +240,17 @@ def default_design(requests: int = 300) -> list[Regime]:
         at(load=AT_ONCE), at(caching=False), at(load=0.9), at(load=0.7),
         at(kind=TWO, load=0.9), at(kind=TWO, load=0.7), at(kind=ROLLOUTS, load=AT_ONCE),
         at(kind=ROLLOUTS, load=AT_ONCE, caching=False), at(kind=DECODES, load=AT_ONCE), at("H20", DECODES, AT_ONCE),
-        at(shape=LATENT), at("A100-SXM-80GB"), at("L40S"), at(load=AT_ONCE, shape=WINDOWS),
+        at(shape=LATENT), at("A100-SXM-80GB"), at("L40S"),
         regime("H20", requests=3 * requests // 2, kv_blocks=LARGE_BLOCKS, load=AT_ONCE),
         at("H20", ROLLOUTS, AT_ONCE), at(kind=TWO, load=AT_ONCE), at("H20", TWO), at(kind=TWO, caching=False),
-        at("H20", load=0.9), at("H20", load=AT_ONCE, shape=WINDOWS), at(kind=DECODES, load=AT_ONCE, caching=False),
-        at("H20", shape=LATENT, caching=False),
+        at("H20", load=0.9), at(kind=DECODES, load=AT_ONCE, caching=False),
+        at("H20", shape=LATENT, caching=False), at("H20", SHORT, AT_ONCE, caching=False),
     ]  # fmt: skip
+
+
+def hybrid_design(requests: int = 300) -> list[Regime]:
+    """On request: vLLM's own scheduler runs these, which takes longer than all of the default."""
+    return [regime(machine, load=AT_ONCE, shape=WINDOWS, requests=requests) for machine in ("H100-SXM", "H20")]
 
 
 def full_design(requests: int = 300) -> list[Regime]:

@@ -6,7 +6,8 @@ Llama-3.1-8B on an H100 by its data sheet, lengths of a public trace (first 30 m
 with Poisson arrivals, or another workload, as `kvpolicy simulate` takes it; memory enough and too little, prefix
 caching and asynchronous scheduling on and off. ``--flat``
 serves that many requests from a stream, without a sink, and prints the process's memory as it goes. The bar is 200
-times real time, the aim 1000; exits 1 where a case is below the bar. Other work on the machine changes the times.
+times real time, the aim 1000; exits 1 where a case is below the bar. Times are the process's CPU time, which other work
+on the machine changes less than the clock's time; that is printed beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from matrix_places import LLAMA_3_1_8B
 
 from kvpolicy import policy
 from kvpolicy.errors import InputError, KVPolicyError
-from kvpolicy.simulator import Server
+from kvpolicy.simulator import Server, Summary
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.study.machine import Machine, open_machine
 from kvpolicy.workload import Request, Source, open_workload
@@ -82,15 +84,22 @@ def requests(count: int, rate_per_s: float) -> Source:
 
 def case(machine: Machine, source: Source, server: Server, repeats: int) -> tuple[float, str]:
     """(times real time, in words); the best of the repeats, since others use the machine."""
-    summaries = [
-        Builtin().run(source, policy.load("threshold:1000"), server, machine.times).summary for _ in range(repeats)
-    ]
-    best = min(summaries, key=lambda one: one.simulator_wall_s)
+    runs = [_timed(source, server, machine) for _ in range(repeats)]
+    best, clock_s = min(runs, key=lambda run: run[0].simulator_wall_s)
     speed = best.makespan_s / best.simulator_wall_s
     return speed, (
-        f"{speed:7.0f}x, {best.simulator_wall_s / best.steps * 1e6:5.1f} us a step, {best.steps} steps of "
+        f"{speed:7.0f}x ({best.makespan_s / clock_s:.0f}x by the clock), "
+        f"{best.simulator_wall_s / best.steps * 1e6:5.1f} us a step, {best.steps} steps of "
         f"{best.makespan_s / best.steps * 1e3:.1f} ms, {sum(best.preemptions.values())} preemptions"
     )
+
+
+def _timed(source: Source, server: Server, machine: Machine) -> tuple[Summary, float]:
+    """The summary of a run, timed by CPU time, and how long it took by the clock, seconds."""
+    began = time.perf_counter()
+    simulator = Builtin(wall=time.process_time)
+    summary = simulator.run(source, policy.load("threshold:1000"), server, machine.times).summary
+    return summary, time.perf_counter() - began
 
 
 def workload(name: str) -> Source:

@@ -75,10 +75,36 @@ def test_every_axis_that_is_told_is_in_the_default_design(regimes: Any) -> None:
     assert {one.machine for one in design} == set(regimes.MACHINES)
     assert {one.kind for one in design} == set(regimes.KINDS)
     assert {one.load for one in design} == set(regimes.LOADS)
-    assert {one.shape for one in design} == {"plain", "MLA", "hybrid"}
+    assert {one.shape for one in design} == {"plain", "MLA"}
     assert {one.caching for one in design} == {True, False}
     full = regimes.full_design()
     assert set(design) <= set(full) and len(full) > 4 * len(design)
+    hybrid = regimes.hybrid_design()
+    assert {one.shape for one in hybrid} == {"hybrid"} and set(hybrid) <= set(full)
+
+
+def test_hybrid_models_come_on_request(matrix: Any) -> None:
+    def shapes(*arguments: str) -> list[str]:
+        return [one.shape for one in matrix.chosen(matrix._arguments(arguments))]
+
+    assert "hybrid" not in shapes()
+    assert shapes("--hybrid").count("hybrid") == 2 and "MLA" in shapes("--hybrid")
+    assert shapes("--shape", "hybrid", "--load", "0") == ["hybrid", "hybrid"]
+    assert shapes("--full", "--hybrid", "--shape", "MLA").count("hybrid") == 0
+
+
+def test_a_batch_of_short_requests_on_an_h20_has_the_highest_price_ratio(
+    matrix: Any, regimes: Any, tmp_path: Path
+) -> None:
+    """In both regimes of an H20 with all there at once; bound by compute, a decoded token costs as much as another."""
+    ratios = {}
+    for kind in ("one class", "short requests"):
+        chosen = regimes.regime("H20", kind, regimes.AT_ONCE, False)
+        hardware, workload = matrix.hardware_of(chosen, tmp_path), chosen.together(0)
+        cell = chosen.cell(matrix.Arm(), hardware, workload, 0)
+        (runs,) = matrix.run_cells([{matrix.Arm(): [cell]}], 0, tmp_path)
+        ratios[kind] = runs[matrix.Arm()][0]["headroom"]["price_ratio"]
+    assert ratios["one class"] < 0.3 < 0.7 < ratios["short requests"] < 1
 
 
 def test_rollouts_share_their_prompts_within_a_group(regimes: Any) -> None:

@@ -7,11 +7,16 @@ conformal quantile of the scores is the growth of the margin per unit of distanc
 of the two fits, and at least the scatter of fits to parts of the states; see :mod:`kvpolicy.training.extrapolation`.)
 The errors of one fit are correlated and there are only two fits, so the sign of the next fit's errors is unknown: the
 same growth is added below and above. Inside the range the margins may differ.
+
+A kernel that leaves a cache level bends soon beyond the range and goes straight on after that. Pooled scores hide it,
+because most of the rows of the other fit are flat. Operators (:class:`Widening`) therefore take the largest quantile
+over the nearer and the farther half of each fit's rows, and widen by a step at the edge of the range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import inf, log
 
 CONFIDENCE = 0.9
@@ -73,3 +78,44 @@ def growth_of(scores: Sequence[float], states: int, confidence: float) -> float:
     # As in split conformal prediction; scores of the same state by two fits are not independent.
     rank = min(len(ordered), -int(-(confidence * (states + 1) / states * len(ordered)) // 1))
     return ordered[rank - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Widening:
+    """What the margins of an operator gain beyond the trained range, on the log scale, to either side."""
+
+    step: float
+    """As soon as the range is left."""
+    growth: float
+    """Per unit of distance, where that is more."""
+
+    def at(self, distance: float) -> float:
+        """0 inside; ``inf`` where inner extrapolation reached too few states."""
+        return max(self.step, self.growth * distance) if distance > 0.0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """The nearer or the farther half of the rows that one fit of inner extrapolation was tested on."""
+
+    near: bool
+    misses: Sequence[float]
+    """log(measured / predicted), a number per row."""
+    distances: Sequence[float]
+    states: int
+
+
+def widening_of(halves: Iterable[Half], margin: Margin, confidence: float) -> Widening:
+    """The largest conformal quantile over all halves: of scores by :func:`excess` for the growth, and, of the nearer
+    halves, of the excess itself for the step.
+
+    A half of fewer states than ``MIN_EXTRAPOLATED`` counts with its largest score: others bound the interval.
+    """
+    step = growth = 0.0
+    for half in halves:
+        states = max(half.states, MIN_EXTRAPOLATED)
+        rows = list(zip(half.misses, half.distances, strict=True))
+        growth = max(growth, growth_of([excess(miss, margin, far) for miss, far in rows], states, confidence))
+        if half.near:
+            step = max(step, growth_of([excess(miss, margin, 1.0) for miss, _ in rows], states, confidence))
+    return Widening(step, growth)

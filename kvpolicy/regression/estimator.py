@@ -7,8 +7,9 @@ in the same fold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +18,15 @@ from sklearn.utils.validation import check_array, check_consistent_length, check
 
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.regression.ceilings import Calibrated, Ceilings, Constant, Physics
-from kvpolicy.regression.conformal import CONFIDENCE, Margin, carries, excess, growth_of
+from kvpolicy.regression.conformal import (
+    CONFIDENCE,
+    MIN_EXTRAPOLATED,
+    Half,
+    Margin,
+    Widening,
+    carries,
+    widening_of,
+)
 from kvpolicy.regression.nnls import nonnegative_fit
 from kvpolicy.regression.residual import TREE_COUNTS, Growth, Residual, cross_validated, fold_rows, inner_rows
 
@@ -207,21 +216,18 @@ class BoostedRegressor(AnalyticRegressor):
             )
             self.carried_ = carries(carried.tolist(), dropped.tolist(), states, default=True)
 
-    def growth(self, margin: Margin, confidence: float = CONFIDENCE) -> float:
-        """Growth of the margin to either side, per unit of log(length / longest trained length).
+    def widening(self, margin: Margin, confidence: float = CONFIDENCE) -> Widening:
+        """What the margins gain beyond the trained range, by log(length / longest trained length).
 
-        ``margin``: below and above, inside the range. ``inf`` if inner extrapolation reached too few groups.
+        ``margin``: below and above, inside the range. Infinite if inner extrapolation reached too few groups.
         """
         check_is_fitted(self)
-        scores: list[float] = []
-        for inner_fit in self.inner_ or ():
-            misses = inner_fit.carried if self.carried_ else inner_fit.dropped
-            scores += [
-                excess(*row)
-                for row in zip(misses.tolist(), [margin] * len(misses), inner_fit.distance.tolist(), strict=True)
-            ]
-        points = {int(number) for inner_fit in self.inner_ or () for number in inner_fit.group}
-        return growth_of(scores, len(points), confidence)
+        inner = self.inner_ or ()
+        points = {int(number) for inner_fit in inner for number in inner_fit.group}
+        if len(points) < MIN_EXTRAPOLATED:
+            return Widening(inf, inf)
+        halves = [half for inner_fit in inner for half in inner_fit.halves(self.carried_)]
+        return widening_of(halves, margin, confidence)
 
     def _choose_trees(self, x: Floats, seconds: Floats, weight: Floats, group: Ints) -> None:
         drawn = _rows_drawn(group, MAX_ROWS_TO_CHOOSE_TREES, self.random_state)
@@ -269,6 +275,14 @@ class InnerFit:
     """log(measured / predicted) with the forest's value at the range's edge."""
     dropped: Floats
     """log(measured / predicted) of the physics alone."""
+
+    def halves(self, carried: bool) -> Iterator[Half]:
+        """The nearer and the farther half of the rows; only the first where all are at one distance."""
+        misses, near = self.carried if carried else self.dropped, self.distance <= np.median(self.distance)
+        for is_near, rows in ((True, near), (False, ~near)):
+            if rows.any():
+                states = len(np.unique(self.group[rows]))
+                yield Half(is_near, misses[rows].tolist(), self.distance[rows].tolist(), states)
 
 
 def _predict(x: Floats, physics: Calibrated, booster: Any, span: tuple[Floats, Floats], carried: bool) -> Floats:

@@ -113,3 +113,27 @@ def test_folds_never_split_a_group() -> None:
         assert not set(groups[seen]) & set(groups[unseen])
         judged += unseen.tolist()
     assert sorted(judged) == list(range(69))
+
+
+def test_intervals_of_a_kernel_that_leaves_a_cache_level_widen_by_what_its_longer_rows_show() -> None:
+    """Up to a quarter it is flat, then three times as steep, as beyond a cache: the fit to the short rows misses it."""
+    tokens = np.repeat(np.arange(8.0, 513.0, 8.0), 3)
+    noise = np.random.default_rng(0).normal(0.0, 0.01, len(tokens))
+    bent = 5e-6 + 1e-8 * tokens + 4e-8 * np.maximum(tokens - 128, 0.0)
+    straight = 5e-6 + 1e-8 * tokens
+
+    def widening(seconds: Any) -> Any:
+        regressor = BoostedRegressor(Ceilings(((LAUNCH,), ("tokens",))), ("tokens",))
+        regressor.fit(tokens[:, None], seconds * np.exp(noise), groups=tokens, lengths=tokens)
+        return regressor.widening((0.03, 0.03))
+
+    assert widening(straight).step < 0.03 and widening(straight).growth < 0.05
+    assert widening(bent).step > 0.2 and widening(bent).growth > 0.4
+
+
+def test_too_few_longer_points_leave_the_interval_unbounded() -> None:
+    tokens = np.repeat(np.arange(1.0, 23.0), 2)
+    lengths = np.where(tokens > 20, 100.0, 1.0 + tokens / 100)
+    regressor = BoostedRegressor(Ceilings(((LAUNCH,), ("tokens",))), ("tokens",))
+    regressor.fit(tokens[:, None], 1e-6 + 1e-8 * tokens, groups=tokens, lengths=lengths)
+    assert regressor.widening((0.1, 0.1)).at(1.0) == np.inf

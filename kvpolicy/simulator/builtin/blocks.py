@@ -166,8 +166,10 @@ class CachingPool:
         self.evicted: list[Eviction] = []
         self._size = block_size
         self._blocks = blocks
-        self._blocks_by_key: dict[int, list[KeyedBlock]] = {}
-        """Blocks by content key, in the order in which they were entered."""
+        self._first: dict[int, KeyedBlock] = {}
+        """The block of each content key that was entered first: the one that requests find."""
+        self._later: dict[int, list[KeyedBlock]] = {}
+        """Further blocks of the same key, in the order in which they were entered; few, unlike keys."""
         # An entry is valid while its block has that place. Adopting a block from the middle leaves a stale entry.
         self._queue: deque[int | tuple[int, KeyedBlock]] = deque([blocks])
         self._places = 0
@@ -177,10 +179,10 @@ class CachingPool:
         max_blocks = (live.tokens - 1) // self._size
         hits = []
         for index in range(max_blocks if live.preemptions else min(max_blocks, len(live.keys))):
-            blocks = self._blocks_by_key.get(self._key(live, index))
-            if blocks is None:
+            block = self._first.get(self._key(live, index))
+            if block is None:
                 break
-            hits.append(blocks[0])
+            hits.append(block)
         return hits
 
     def idle(self, hits: Sequence[KeyedBlock]) -> int:
@@ -281,7 +283,7 @@ class CachingPool:
     @property
     def references(self) -> int:
         """Holders of keyed blocks, all together."""
-        return sum(block.holders for blocks in self._blocks_by_key.values() for block in blocks)
+        return sum(block.holders for blocks in (self._first.values(), *self._later.values()) for block in blocks)
 
     def _give_keys(self, live: LiveRequest) -> None:
         """Give keys to those cached blocks of a request that have none, since it will look for them."""
@@ -307,15 +309,22 @@ class CachingPool:
 
     def _keyed_block(self, key: int) -> KeyedBlock:
         block = KeyedBlock(key)
-        self._blocks_by_key.setdefault(key, []).append(block)
+        if self._first.setdefault(key, block) is not block:
+            self._later.setdefault(key, []).append(block)
         return block
 
     def _forget(self, block: KeyedBlock) -> None:
-        blocks = self._blocks_by_key[block.key]
-        if len(blocks) == 1:
-            del self._blocks_by_key[block.key]
+        key = block.key
+        later = self._later.get(key)
+        if later is None:
+            del self._first[key]
+            return
+        if self._first[key] is block:
+            self._first[key] = later.pop(0)
         else:
-            blocks.remove(block)
+            later.remove(block)
+        if not later:
+            del self._later[key]
 
     def _key(self, live: LiveRequest, index: int) -> int:
         if index < len(live.keys):

@@ -101,3 +101,21 @@ def test_blocks_of_equal_content_are_found_first_come_first() -> None:
     assert pool.shared(third, 2) == 2 and pool.shared(second, 2) == 0
     pool.release(first, preempted=False)
     assert pool.free == 3 and pool.shared(third, 2) == 0
+
+
+def test_of_equal_content_the_next_is_found_once_the_first_is_gone() -> None:
+    pool = CachingPool(12, 4)
+    ids = Request(0.0, 9, 5, prefix=(1, 2, 3), prefix_block_tokens=4)
+    first, second, third, fourth, waiting = (LiveRequest(number, ids, 0.0, shared_keys(ids, 4)) for number in range(5))
+    for live in (first, second, third, fourth):
+        pool.grow(live, 3)
+        pool.cache(live, 9)
+    pool.withdraw(third)  # from among them
+    assert pool.hits(waiting) == first.keyed_blocks
+    pool.withdraw(first)
+    assert pool.hits(waiting) == second.keyed_blocks
+    pool.withdraw(second)
+    assert pool.hits(waiting) == fourth.keyed_blocks and len(fourth.keyed_blocks) == 2
+    assert pool.references == 2
+    pool.withdraw(fourth)
+    assert pool.hits(waiting) == [] and pool.references == 0
