@@ -38,7 +38,6 @@ ELSEWHERE = {
     "kvpolicy.trace.header": ["trace/test_table.py"],
     "kvpolicy.trace.schemas": ["trace/test_rows.py"],
     "kvpolicy.training.reports": ["training/test_log_fits.py"],
-    "kvpolicy.simulator.builtin.simulator": ["simulator/builtin/test_engine.py"],
     "kvpolicy.simulator.builtin.live_request": ["simulator/builtin/test_blocks.py"],
     "kvpolicy_vllm.bench.analytics_load": ["bench/test_run_bench.py"],
     "kvpolicy_vllm.bench.load_kinds": ["bench/test_run_bench.py"],
