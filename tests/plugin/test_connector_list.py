@@ -83,7 +83,9 @@ def test_the_own_connector_is_found_among_others() -> None:
 
 
 def test_the_documented_settings_are_those_that_are_written() -> None:
-    (shown,) = re.findall(r"--kv-transfer-config '(.*?)'", DOCUMENT.read_text(), re.DOTALL)
+    """As vLLM's own flag; before it, what is given to `kvpolicy serve`, which makes this of it."""
+    given_to_serve, shown = re.findall(r"--kv-transfer-config '(.*?)'", DOCUMENT.read_text(), re.DOTALL)
+    assert json.loads(given_to_serve) == LOADING
     given = json.loads(shown)
     own, *others = given["kv_connector_extra_config"]["connectors"]
     assert given == transfer_config(own["kv_connector_extra_config"], others)

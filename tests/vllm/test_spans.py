@@ -56,6 +56,18 @@ def test_a_preemption_is_a_span_in_the_trace_of_its_request(model: str, exported
     assert "kvpolicy.reason" not in values, "it was executed as chosen"
 
 
+def test_a_request_whose_last_token_comes_in_the_step_that_brings_it_back_has_its_span(
+    model: str, exported: InMemorySpanExporter
+) -> None:
+    engine = Engine(model, HEADERS, **TRACED)
+    victim = engine.scheduler.requests[engine.preempt()]
+    victim.max_tokens = victim.num_output_tokens + 1
+    engine.steps(30)
+    assert victim.request_id not in engine.scheduler.requests
+    assert len(exported.get_finished_spans()) == 1
+    assert harness.total(engine.controller.stats(), "spans_failed") == 0
+
+
 @pytest.mark.parametrize(("headers", "engine"), [(HEADERS, {}), (None, TRACED), ({}, TRACED)])
 def test_nothing_is_written_where_nothing_is_traced(
     model: str, exported: InMemorySpanExporter, headers: dict[str, str] | None, engine: dict[str, str]

@@ -27,6 +27,8 @@ class Admission:
         """Whether the blocks of the whole sequence must be free, not only those of its first chunk."""
         self._chunked = bool(config.enable_chunked_prefill)
         self._long_prefill = int(config.long_prefill_token_threshold)
+        self.min_chunk_tokens = 1
+        """The shortest chunk of a prompt that vLLM computes, its last one apart."""
         self._streams_hold_places = engine_version(allow_untested=True) >= (0, 25)
         """Whether sessions that wait for streaming input count as running. In vLLM 0.24 they do not."""
 
@@ -164,7 +166,13 @@ class Admission:
 
     def fits(self, running: Sequence[Any]) -> bool:
         """Whether blocks are free for what the running requests, in this order, take in the next step."""
-        return self._left_by(running)[0] >= 0
+        return self._has_plenty(len(running)) or self._left_by(running)[0] >= 0
+
+    def _has_plenty(self, running: int) -> bool:
+        """Whether so many requests find blocks whatever they are: each fills up at most one more than its tokens do."""
+        scheduler = self._scheduler
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return bool(free >= running + self._blocks(scheduler.max_num_scheduled_tokens))
 
     def _left_by(self, running: Sequence[Any]) -> tuple[int, int]:
         """Blocks that stay free, and tokens of the budget that are left, once these have what they take."""

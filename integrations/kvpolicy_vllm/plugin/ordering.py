@@ -234,8 +234,11 @@ class Ordering:
         prefills = scheduler._inflight_prefills
         if not prefills:
             return
+        admission, budget = self._admission, scheduler.max_num_scheduled_tokens
         anew = self._guarded(
-            "decodes_first", None, lambda: decodes_first(scheduler.running, prefills, self._admission.fits)
+            "decodes_first",
+            None,
+            lambda: decodes_first(scheduler.running, prefills, admission.fits, budget, admission.min_chunk_tokens),
         )
         if anew is not None:
             scheduler.running[:] = anew

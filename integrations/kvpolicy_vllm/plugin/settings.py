@@ -175,8 +175,9 @@ def refuse_unsafe_files(settings: ServerSettings) -> None:
     directory = settings.cache_files
     if directory is None:
         return
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    made: list[Path] = []
     try:
+        made = [path for path in (directory, *directory.parents) if not path.exists()]
         refuse_unsafe(directory)
     except (InputError, OSError) as error:
         raise WrongValue("cache_files", f"cannot be used: {error}; give another folder, or leave it out") from error

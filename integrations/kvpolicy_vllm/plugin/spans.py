@@ -1,4 +1,4 @@
-"""A span for every preemption of a traced request, where vLLM exports traces by OpenTelemetry.
+"""A span for every decided preemption of a traced request, where vLLM exports traces by OpenTelemetry.
 
 vLLM makes its own span of a request in the API process, which knows nothing of what preemptions cost. The engine core
 has a tracer, too, and the trace headers of its requests: these spans go beside vLLM's, into the trace of the client.
@@ -48,22 +48,22 @@ class PreemptionSpans(Observer):
         self._write, self._tally, self._clock_ns = write, tally, clock_ns
         self._headers: dict[str, Mapping[str, str]] = {}
         """Of the requests in the engine that have any."""
-        self._open: dict[str, tuple[Pending, int]] = {}
-        """By preemption; with its time."""
+        self._open: dict[str, tuple[Pending, int, Mapping[str, str]]] = {}
+        """By preemption; with its time, and its request's headers: it may close after its request has ended."""
 
     def arrived(self, request: Any, now: float) -> None:
         if request.trace_headers:
             self._headers[request.request_id] = request.trace_headers
 
     def decided(self, pending: Pending) -> None:
-        if pending.identity.request_id in self._headers:
-            self._open[pending.identity.preemption_id] = pending, self._clock_ns()
+        headers = self._headers.get(pending.identity.request_id)
+        if headers is not None:
+            self._open[pending.identity.preemption_id] = pending, self._clock_ns(), headers
 
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         if outcome.preemption_id not in self._open:
             return
-        pending, began_ns = self._open.pop(outcome.preemption_id)
-        headers = self._headers[pending.identity.request_id]
+        pending, began_ns, headers = self._open.pop(outcome.preemption_id)
         self._write(NAME, began_ns, self._clock_ns(), attributes_of(pending, opened, outcome), headers)
         self.failures = 0
 

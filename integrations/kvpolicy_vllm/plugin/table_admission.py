@@ -30,6 +30,8 @@ class TableAdmission(Admission):
         self._nothing: Hits = tuple(() for _ in self._managers)
         self._cuts = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
         """Whether chunks of prompts end at the ends of blocks."""
+        if self._cuts:
+            self.min_chunk_tokens = self._size
         self._budget: int | None = None
         """Tokens that the next step has left for waiting requests, once it was asked for."""
         self._chunk_tokens = 0
@@ -47,6 +49,10 @@ class TableAdmission(Admission):
             self._budget, self._chunk_tokens = self._left_tokens() - self._chunk_tokens, 0
 
     # ---- blocks ----
+
+    def _has_plenty(self, running: int) -> bool:
+        """Not known without asking every group."""
+        return False
 
     def local_hits(self, request: Any) -> tuple[Hits, int]:
         found, tokens = self._found(request)

@@ -382,7 +382,8 @@ class Scheduler:
         """Let those that decode have the step's tokens before prompts; for this step, and where nobody is preempted."""
         assert self._room is not None
         if self._prefills:
-            self.running = decodes_first(self.running, self._prefills, self._room.fits) or self.running
+            budget = self._server.token_budget
+            self.running = decodes_first(self.running, self._prefills, self._room.fits, budget) or self.running
 
     def _hold(self) -> list[LiveRequest]:
         """Take the requests that sit this step out off the running list; they keep their blocks."""
