@@ -51,8 +51,8 @@ def test_a_line_of_the_variable_is_read(page: str, line: str) -> None:
 
 def connectors(configured: dict[str, Any]) -> list[dict[str, Any]]:
     """That connector, or those of which it is made up."""
-    extra = configured["kv_connector_extra_config"]
-    return extra["connectors"] if configured["kv_connector"] == "MultiConnector" else [configured]
+    listed: list[dict[str, Any]] = configured.get("kv_connector_extra_config", {}).get("connectors", [configured])
+    return listed
 
 
 @pytest.mark.parametrize(("page", "text"), CONNECTORS, ids=[page for page, _ in CONNECTORS])

@@ -135,11 +135,13 @@ def test_a_regressor_decides_by_inner_extrapolation_and_only_outside_changes() -
     )
 
 
-def test_a_regressors_growth_is_infinite_without_lengths_and_finite_with_them() -> None:
+def test_a_regressors_widening_is_infinite_without_lengths_and_finite_with_them() -> None:
     x, seconds = measured_times(factor_grows=True)
-    assert BoostedRegressor(columns=COLUMNS).fit(x, seconds).growth((0.1, 0.1), CONFIDENCE) == inf
+    without = BoostedRegressor(columns=COLUMNS).fit(x, seconds).widening((0.1, 0.1), CONFIDENCE)
+    assert without.at(0.0) == 0.0 and without.at(1.0) == inf
     regressor = BoostedRegressor(columns=COLUMNS).fit(x, seconds, lengths=x[:, 0])
-    assert 0 <= regressor.growth((0.5, 0.5)) <= regressor.growth((0.01, 0.01)) < exp(1)
+    wide, narrow = (regressor.widening((margin, margin)).at(1.0) for margin in (0.5, 0.01))
+    assert 0 <= wide <= narrow < exp(1)
 
 
 def test_impossible_lengths_are_refused_by_row() -> None:
