@@ -6,7 +6,8 @@ On a real server: tests/vllm/test_live_bench.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,8 +32,11 @@ class Controlled(Small):
     changes: dict[str, int] = field(default_factory=lambda: {"applied": 0, "refused": 0})
     in_force: dict[str, str] = field(default_factory=lambda: dict(START))
     served_by: list[tuple[str, str]] = field(default_factory=list)
+    looked: Callable[[], object] = lambda: None
+    """Called before every request."""
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.looked()
         text = self.control.read_text() if self.control.exists() else ""
         if text != self.seen:
             self.seen = text
@@ -95,6 +99,9 @@ def test_a_change_that_is_not_taken_is_refused_and_the_file_restored(
         run_bench.bench(tmp_path / "b", LOAD, arms(url, controlled.control, policy="always-swop"))
     with pytest.raises(InputError, match="nowhere/control: cannot be written: "):
         run_bench.bench(tmp_path / "c", LOAD, arms(url, tmp_path / "nowhere" / "control", order="las"))
+    longest = tmp_path / ("l" * os.pathconf(tmp_path, "PC_NAME_MAX"))  # no file fits beside it
+    with pytest.raises(InputError, match=f"{longest.name}: cannot be written: "):
+        run_bench.bench(tmp_path / "c", LOAD, arms(url, longest, order="las"))
     open_file = tmp_path / "open"
     open_file.write_text("off")
     open_file.chmod(0o644)
@@ -110,7 +117,7 @@ def test_a_change_that_another_made_is_not_taken_for_this_one(
     controlled, url = server
     write = control_arm._write
 
-    def at_the_same_time(file: Path, content: bytes) -> None:
+    def at_the_same_time(file: Path, content: str) -> None:
         write(file, content)
         controlled.control.write_text('{"order": "urgent"}')
 
@@ -141,3 +148,38 @@ def test_a_run_that_fails_restores_the_file(
     with pytest.raises(KeyboardInterrupt):
         run_bench.bench(tmp_path / "out", LOAD, BenchTarget(url, arms(url, controlled.control, order="las").arms[1:]))
     assert not controlled.control.exists()
+
+
+def test_where_the_file_cannot_be_restored_the_error_of_the_run_is_raised(
+    server: tuple[Controlled, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controlled, url = server
+
+    async def interrupted(*_: object) -> None:
+        controlled.control.unlink()
+        controlled.control.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpolicy_vllm.bench.rate_kind.RateKind.run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench.bench(tmp_path / "out", LOAD, BenchTarget(url, arms(url, controlled.control, order="las").arms[1:]))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_file_belongs_to_whom_it_belonged(server: tuple[Controlled, str], there: bool, tmp_path: Path) -> None:
+    """A server cannot read a file of mode 600 that root, who measures it, has made his own. Without a file, a new one
+    is of the folder's user."""
+    controlled, url = server
+    user = os.geteuid() or 12345
+    folder = tmp_path / "of the server"
+    folder.mkdir()
+    controlled.control = file = folder / "control"
+    if there:
+        file.write_text('{"order": "las"}')
+        file.chmod(0o600)
+    os.chown(file if there else folder, user, -1)
+    found: set[int] = set()
+    controlled.looked = lambda: found.add(file.stat().st_uid) if file.exists() else None
+    run_bench.bench(tmp_path / "out", LOAD, arms(url, file, order="mlfq:base=16"))
+    assert found == {user}
+    assert file.exists() == there

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +54,12 @@ async def switched(switch: Switch, api: Api, prompt: Sequence[int]) -> AsyncIter
     file = Path(switch.control)
     before = _changes(await _metrics(api, switch))
     former = _content(file)
-    _write(file, json.dumps(switch.settings()).encode())
+    _write(file, json.dumps(switch.settings()))
     try:
         yield await _taken(switch, api, prompt, before, switch.settings())
     except BaseException:
-        _restore(file, former)
+        with suppress(InputError):  # the first error is the one to report
+            _restore(file, former)
         raise
     before = _changes(await _metrics(api, switch))
     _restore(file, former)
@@ -124,29 +125,50 @@ def _kind(name: str) -> str:
     return re.split("[:,/@]", name)[0]
 
 
-def _content(file: Path) -> bytes | None:
+def _content(file: Path) -> str | None:
     """What the file has; None where there is none. Raises InputError where a server would not read it."""
-    control_file.read(file)
     try:
-        return file.read_bytes()
+        control_file.read(file, of=_owner(file)[0])
+        return file.read_bytes().decode()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error}") from None
 
 
-def _write(file: Path, content: bytes) -> None:
+def _owner(file: Path) -> tuple[int, int]:
+    """Ids of the user and the group that a new content belongs to: those of this process; for root, who measures
+    servers of other users, those of the file, or of its folder where there is none. Raises OSError."""
+    if os.geteuid():
+        return os.geteuid(), os.getegid()
+    try:
+        found = file.lstat()
+    except FileNotFoundError:
+        found = file.parent.stat()
+    return found.st_uid, found.st_gid
+
+
+def _write(file: Path, content: str) -> None:
     """Replace the whole file, of mode 600. Raises InputError."""
     beside = file.with_name(f"{file.name}.bench-{os.getpid()}")
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
-            new.write(content)
+            if not os.geteuid():
+                os.fchown(new.fileno(), *_owner(file))
+            new.write(content.encode())
         beside.replace(file)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be deleted either
+            beside.unlink()
         raise InputError(f"{file}: cannot be written: {error}") from None
 
 
-def _restore(file: Path, former: bytes | None) -> None:
-    if former is None:
-        file.unlink(missing_ok=True)
-    else:
+def _restore(file: Path, former: str | None) -> None:
+    """Give the file what it had. Raises InputError."""
+    if former is not None:
         _write(file, former)
+        return
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be deleted: {error}") from None

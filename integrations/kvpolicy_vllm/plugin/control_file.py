@@ -54,8 +54,8 @@ class Start:
     policy: str = ""
 
 
-def read(path: Path) -> str:
-    """The content of the file; empty where there is none.
+def read(path: Path, of: int | None = None) -> str:
+    """The content of the file; empty where there is none. ``of``: id of the server's user; None for this process's.
 
     Raises InputError where it is no file of this user's or of root's, may be read or written by others, or is too long.
     """
@@ -69,7 +69,7 @@ def read(path: Path) -> str:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise InputError(f"{path}: is no file")
-        if found.st_uid not in (os.geteuid(), 0):
+        if found.st_uid not in (os.geteuid() if of is None else of, 0):
             raise InputError(f"{path}: belongs to user {found.st_uid}, should be the server's or root's")
         if found.st_mode & 0o077:
             mode = f"{stat.S_IMODE(found.st_mode):o}"
