@@ -29,6 +29,7 @@ class Controlled(Small):
 
     control: Path = Path()
     seen: str = ""
+    shadow: int = 0
     changes: dict[str, int] = field(default_factory=lambda: {"applied": 0, "refused": 0})
     in_force: dict[str, str] = field(default_factory=lambda: dict(START))
     served_by: list[tuple[str, str]] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Controlled(Small):
         rest = await super().metrics(request)
         lines = [f'vllm:kvpolicy_control_changes_total{{engine="0",result="{result}"}} {count}.0'
                  for result, count in self.changes.items()]  # fmt: skip
+        lines += [f'vllm:kvpolicy_shadow{{engine="{core}"}} {on}.0' for core, on in enumerate((0, self.shadow))]
         lines += [f'vllm:kvpolicy_order{{engine="0",order="{self.in_force["order"]}"}} 1.0']
         lines += [f'vllm:kvpolicy_cost_model{{digest="",engine="0",policy="{self.in_force["policy"]}"}} 1.0']
         return web.Response(text=f"{rest.text}" + "\n".join(lines) + "\n")
@@ -127,6 +129,17 @@ def test_a_change_that_another_made_is_not_taken_for_this_one(
         run_bench.bench(tmp_path / "out", LOAD, arms(url, tmp_path / "other", order="las"))
     assert controlled.changes["applied"] == 1
     assert "switched" not in {arm for arm, _ in controlled.served_by}, "a run was measured under another order"
+
+
+def test_a_policy_is_not_measured_in_shadow_mode(server: tuple[Controlled, str], tmp_path: Path) -> None:
+    """It would execute nothing. An order is served in shadow mode, too."""
+    controlled, url = server
+    controlled.shadow = 1
+    with pytest.raises(InputError, match=r"is in shadow mode \(engine core 1\).* policy always-swap is started with"):
+        run_bench.bench(tmp_path / "out", LOAD, arms(url, controlled.control, policy="always-swap"))
+    assert not controlled.control.exists()
+    assert "switched" not in {arm for arm, _ in controlled.served_by}
+    run_bench.bench(tmp_path / "out", LOAD, arms(url, controlled.control, order="las"))
 
 
 def test_a_server_without_the_plugin_is_refused(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ async def switched(switch: Switch, api: Api, prompt: Sequence[int]) -> AsyncIter
     """The server, switched; gives policy and order as its metrics name them. Afterwards the file is as it was.
 
     ``prompt``: of requests by which an idle engine takes the change. Raises InputError where the file cannot be
-    written or was not written by whom it should be, where the server refuses the change, and where its metrics do not
-    show one within :data:`SEEN_S`.
+    written or was not written by whom it should be, where the server refuses the change, where its metrics do not
+    show one within :data:`SEEN_S`, and where a policy is switched to in shadow mode.
     """
     file = Path(switch.control)
     before = _changes(await _metrics(api, switch))
@@ -89,6 +89,7 @@ async def _taken(
         if {(core, "applied") for core in cores} <= grown and all(
             _kind(in_force[name]) == _kind(value) for name, value in wanted.items()
         ):
+            _refuse_shadow(metrics, api, wanted)
             return in_force
         if time.monotonic() > last_s:
             raise InputError(
@@ -118,6 +119,16 @@ def _in_force(metrics: Metrics) -> dict[str, str]:
     names = {"policy": f"{OURS}cost_model", "order": f"{OURS}order"}
     return {label: ", ".join(value for (value,), on in sorted(metrics.by(name, label).items()) if on)
             for label, name in names.items()}  # fmt: skip
+
+
+def _refuse_shadow(metrics: Metrics, api: Api, wanted: dict[str, str]) -> None:
+    """Raise InputError where a policy is wanted of a server that executes none."""
+    in_shadow = [core for (core,), on in sorted(metrics.by(f"{OURS}shadow", "engine").items()) if on]
+    if in_shadow and "policy" in wanted:
+        raise InputError(
+            f"{api.url} is in shadow mode (engine core {in_shadow[0]}), where every victim is recomputed whatever the "
+            f"policy: a server for an arm with policy {wanted['policy']} is started without --shadow"
+        )
 
 
 def _kind(name: str) -> str:
