@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -17,6 +18,7 @@ from aiohttp import web
 from kvpolicy.errors import InputError
 from kvpolicy.settings import BenchTarget, RateLoad
 from kvpolicy_vllm.bench import control_arm, run_bench
+from kvpolicy_vllm.bench.rate_kind import RateKind
 from tests.bench.live_http import Small, serving
 
 LOAD = RateLoad(rate=(200.0, 400.0), rounds=2, requests=3, workload="sharegpt-8k?n=3&scale=0.01&context=100")
@@ -28,7 +30,9 @@ class Controlled(Small):
     """``control``: its file, looked at before every request. ``served_by``: the order of every request of a run."""
 
     control: Path = Path()
-    seen: str = ""
+    seen: tuple[int, ...] = ()
+    refuses: str = "swop"
+    """What a content is refused for."""
     shadow: int = 0
     changes: dict[str, int] = field(default_factory=lambda: {"applied": 0, "refused": 0})
     in_force: dict[str, str] = field(default_factory=lambda: dict(START))
@@ -38,10 +42,12 @@ class Controlled(Small):
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self.looked()
-        text = self.control.read_text() if self.control.exists() else ""
-        if text != self.seen:
-            self.seen = text
-            refused = "swop" in text
+        found = self.control.lstat() if self.control.exists() else None
+        stamp = () if found is None else (found.st_mtime_ns, found.st_ino)
+        if stamp != self.seen:
+            self.seen = stamp
+            text = self.control.read_text() if found else ""
+            refused = self.refuses in text
             self.changes["refused" if refused else "applied"] += 1
             self.in_force = self.in_force if refused else START | json.loads(text or "{}")
         salt = (await request.json()).get("cache_salt", "")
@@ -129,6 +135,29 @@ def test_a_change_that_another_made_is_not_taken_for_this_one(
         run_bench.bench(tmp_path / "out", LOAD, arms(url, tmp_path / "other", order="las"))
     assert controlled.changes["applied"] == 1
     assert "switched" not in {arm for arm, _ in controlled.served_by}, "a run was measured under another order"
+
+
+def test_a_run_is_kept_where_the_server_refuses_what_the_file_had(
+    server: tuple[Controlled, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose model has been deleted during the run. Refused before the run, it is an error before it."""
+    controlled, url = server
+    file, out, run = controlled.control, tmp_path / "out", RateKind.run
+    file.write_text('{"policy": "cheapest:former"}')
+    file.chmod(0o600)
+    at = BenchTarget(url, arms(url, file, order="las").arms[1:])
+
+    async def deleted(*given: Any) -> dict[str, Any]:
+        found = await run(*given)
+        controlled.refuses = "former"
+        return found
+
+    monkeypatch.setattr(RateKind, "run", deleted)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r'refuses what .*control has, \{"policy": "cheapest:former"\} \('):
+            run_bench.bench(out, LOAD, at)
+        assert [path.name for path in (out / "runs").glob("*-arm-*")] == ["round-000-rate-200.0-arm-switched.json"]
+        assert "former" in file.read_text()
 
 
 def test_a_policy_is_not_measured_in_shadow_mode(server: tuple[Controlled, str], tmp_path: Path) -> None:

@@ -51,23 +51,36 @@ async def switched(switch: Switch, api: Api, prompt: Sequence[int]) -> AsyncIter
     written or was not written by whom it should be, where the server refuses the change, where its metrics do not
     show one within :data:`SEEN_S`, and where a policy is switched to in shadow mode.
     """
-    file = Path(switch.control)
-    before = _changes(await _metrics(api, switch))
+    file, wanted = Path(switch.control), switch.settings()
     former = _content(file)
-    _write(file, json.dumps(switch.settings()))
+    await _metrics(api, switch)
+    if former is not None:  # what the server refuses by now could not be put back after the run
+        await _put(switch, api, prompt, former, {})
     try:
-        yield await _taken(switch, api, prompt, before, switch.settings())
+        yield await _put(switch, api, prompt, json.dumps(wanted), wanted)
     except BaseException:
         with suppress(InputError):  # the first error is the one to report
             _restore(file, former)
         raise
+    await _put(switch, api, prompt, former, {})
+
+
+async def _put(
+    switch: Switch, api: Api, prompt: Sequence[int], content: str | None, wanted: dict[str, str]
+) -> dict[str, str]:
+    """Give the file this content, and wait as :func:`_taken` does."""
     before = _changes(await _metrics(api, switch))
-    _restore(file, former)
-    await _taken(switch, api, prompt, before, {})
+    _restore(Path(switch.control), content)
+    return await _taken(switch, api, prompt, before, content, wanted)
 
 
 async def _taken(
-    switch: Switch, api: Api, prompt: Sequence[int], before: dict[tuple[str, ...], float], wanted: dict[str, str]
+    switch: Switch,
+    api: Api,
+    prompt: Sequence[int],
+    before: dict[tuple[str, ...], float],
+    content: str | None,
+    wanted: dict[str, str],
 ) -> dict[str, str]:
     """Wait until every engine core has taken a change and serves by what is ``wanted``; returns what it serves by."""
     last_s = time.monotonic() + SEEN_S
@@ -82,7 +95,7 @@ async def _taken(
         cores = {core for core, _ in now}
         if refused := [core for core, result in grown if result == "refused"]:
             raise InputError(
-                f"{api.url} refuses what {switch.control} has, {json.dumps(wanted)} (engine core {refused[0]}): its "
+                f"{api.url} refuses what {switch.control} has, {content or 'nothing'} (engine core {refused[0]}): its "
                 "log says why"
             )
         in_force = _in_force(metrics)

@@ -10,8 +10,8 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -200,39 +200,47 @@ class Driver:
         """One setting by all arms, in this order, and then their tokens compared. Returns each arm's figures."""
         missing = [arm for arm in arms if not self._path(cell, round_, f"arm-{arm.name}").exists()]
         for arm in missing:
-            figures = asyncio.run(self._run(cell, round_, arm))
-            write(self._path(cell, round_, f"arm-{arm.name}"), sealed(figures))
-            say(f"{words(cell)}, round {round_ + 1}, {arm.name}: {self._line(figures)}")
+            asyncio.run(self._run_once(cell, round_, arm))
         compared = self._path(cell, round_, "tokens")
         if not compared.exists():
             tokens = asyncio.run(self._compare(cell, round_))
             write(compared, sealed({"cell": cell, "round": round_, "tokens": tokens}))
         return {arm.name: self._figures(cell, round_, arm) for arm in self._arms}
 
+    async def _run_once(self, cell: Cell, round_: int, arm: LiveArm) -> None:
+        """One run, whose file is written before the server is switched back, which may fail."""
+        async with self._run(cell, round_, arm) as figures:
+            write(self._path(cell, round_, f"arm-{arm.name}"), sealed(figures))
+            say(f"{words(cell)}, round {round_ + 1}, {arm.name}: {self._line(figures)}")
+
     def record(self, cell: Cell, round_: int, arm: LiveArm) -> None:
         """One run that is not one of the results."""
-        figures = asyncio.run(self._run(cell, round_, arm))
-        say(f"{words(cell)}, {arm.name}: {self._line(figures)}")
+        asyncio.run(self._record(cell, round_, arm))
+
+    async def _record(self, cell: Cell, round_: int, arm: LiveArm) -> None:
+        async with self._run(cell, round_, arm) as figures:
+            say(f"{words(cell)}, {arm.name}: {self._line(figures)}")
 
     def _line(self, figures: Mapping[str, Any]) -> str:
         rate, errors = figures[self._kind.rate], sum(figures["errors"].values())
         done = "nothing was answered" if rate is None else f"{rate:.3g} {self._kind.rate.removesuffix('_s')} per second"
         return done + (f", {errors} errors" if errors else "")
 
-    async def _run(self, cell: Cell, round_: int, arm: LiveArm) -> dict[str, Any]:
-        async with connected(self._servers.url(arm)) as api:
+    @asynccontextmanager
+    async def _run(self, cell: Cell, round_: int, arm: LiveArm) -> AsyncIterator[dict[str, Any]]:
+        """The figures of a run. A server that was switched for it is switched back at the exit."""
+        async with connected(self._servers.url(arm)) as api, AsyncExitStack() as stack:
             terms = await self._terms(api, cell, round_, arm)
             await self._warm_up(api, terms)
+            in_force = {}
+            if arm.switch is not None:
+                in_force["in_force"] = await stack.enter_async_context(switched(arm.switch, api, terms.vocabulary[:1]))
             before_s = self._servers.cpu_s(arm)
-            if arm.switch is None:
-                figures = await self._kind.run(cell, round_, terms)
-            else:
-                async with switched(arm.switch, api, terms.vocabulary[:1]) as in_force:
-                    figures = await self._kind.run(cell, round_, terms) | {"in_force": in_force}
+            figures = await self._kind.run(cell, round_, terms) | in_force
             after_s = self._servers.cpu_s(arm)
-        self._servers.url(arm)  # which raises where the server has ended: its run is no result
-        cpu_s = None if before_s is None or after_s is None else after_s - before_s
-        return {"cell": cell, "round": round_, "arm": arm.name, "cpu_s": cpu_s} | figures
+            self._servers.url(arm)  # which raises where the server has ended: its run is no result
+            cpu_s = None if before_s is None or after_s is None else after_s - before_s
+            yield {"cell": cell, "round": round_, "arm": arm.name, "cpu_s": cpu_s} | figures
 
     async def _terms(self, api: Api, cell: Cell, round_: int, arm: LiveArm) -> Terms:
         if self._model is None:
