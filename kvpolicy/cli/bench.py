@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -89,10 +93,28 @@ def warm(
 
 
 def _bench(out: Path, load: Load, at: BenchTarget) -> Any:
-    report = integrations.bench(out, load, at)
+    with _interrupted_by_sigterm():
+        report = integrations.bench(out, load, at)
     if find_spec("matplotlib") and find_spec("jinja2"):
         kvpolicy.report([out], out / "bench.html")
     return report
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """End by SIGTERM as by Control-C: control files are put back, and servers that were started are ended."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        by_key = signal.getsignal(signal.SIGINT)  # asyncio's own inside a run, which cancels it
+        if not callable(by_key):  # ignored, as in the background of a shell
+            raise KeyboardInterrupt
+        by_key(signal.SIGINT, frame)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def add_to(app: typer.Typer) -> None:

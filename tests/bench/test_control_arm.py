@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +43,9 @@ class Controlled(Small):
     in_force: dict[str, str] = field(default_factory=lambda: dict(START))
     served_by: list[tuple[str, str]] = field(default_factory=list)
     looked: Callable[[], object] = lambda: None
-    """Called before every request."""
+    """Called before every answer."""
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        self.looked()
         found = self.control.lstat() if self.control.exists() else None
         stamp = () if found is None else (found.st_mtime_ns, found.st_ino)
         if stamp != self.seen:
@@ -52,6 +56,7 @@ class Controlled(Small):
             self.in_force = self.in_force if refused else START | json.loads(text or "{}")
         salt = (await request.json()).get("cache_salt", "")
         self.served_by.append((salt.split(" ")[0], self.in_force["order"]))
+        self.looked()
         return await super().complete(request)
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -205,6 +210,19 @@ def test_where_the_file_cannot_be_restored_the_error_of_the_run_is_raised(
     monkeypatch.setattr("kvpolicy_vllm.bench.rate_kind.RateKind.run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_bench.bench(tmp_path / "out", LOAD, BenchTarget(url, arms(url, controlled.control, order="las").arms[1:]))
+    state = tmp_path / "out" / run_bench.SWITCHED
+    written = state.read_text()
+    monkeypatch.undo()
+    state.write_text(written.replace("las", "fcfs"))
+    with pytest.raises(InputError, match=r"switched.json: was damaged .*: give the control file what it should have"):
+        run_bench.bench(tmp_path / "out", LOAD, arms(url, controlled.control, order="las"))
+    state.write_text(written)
+    controlled.control.rmdir()
+    controlled.control.write_text('{"order": "urgent"}')
+    controlled.control.chmod(0o600)
+    run_bench.bench(tmp_path / "out", LOAD, arms(url, controlled.control, order="las"))
+    assert controlled.control.read_text() == '{"order": "urgent"}', "what an operator has written since stays"
+    assert {order for arm, order in controlled.served_by if arm == "start"} == {"urgent"}
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -225,3 +243,51 @@ def test_the_file_belongs_to_whom_it_belonged(server: tuple[Controlled, str], th
     run_bench.bench(tmp_path / "out", LOAD, arms(url, file, order="mlfq:base=16"))
     assert found == {user}
     assert file.exists() == there
+
+
+@pytest.mark.parametrize("former", [None, '{"order": "urgent"}\n'])
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_a_bench_that_is_killed_leaves_no_arm_in_the_file(
+    server: tuple[Controlled, str], by: signal.Signals, former: str | None, tmp_path: Path
+) -> None:
+    """By SIGTERM it puts the file back itself; after SIGKILL, which it does not see, as soon as it is called again,
+    before the server measures anything: otherwise the other arm would be served by this one's order, too."""
+    controlled, url = server
+    file, out = controlled.control, tmp_path / "out"
+    if former is not None:
+        file.write_text(former)
+        file.chmod(0o600)
+    arm = json.dumps({"control": str(file), "order": "las"})
+    words = f"bench rate {url} --out {out} --workload {LOAD.workload} --rate 200 --rate 400 --rounds 2 --requests 3"
+    command = [sys.executable, "-m", "kvpolicy.cli", *words.split(), "--arm", "start", "--arm", f"switched={arm}"]
+    in_a_run, killed = threading.Event(), threading.Event()
+
+    def wait_in_a_run() -> None:
+        if controlled.served_by[-1][0] == "switched":
+            in_a_run.set()
+            killed.wait(60)
+
+    controlled.looked = wait_in_a_run
+    # Where the tests themselves run in a shell's background, what they start ignores Control-C.
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    try:
+        assert in_a_run.wait(60)
+        process.send_signal(by)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        killed.set()
+    assert process.returncode, errors
+    assert "Traceback" not in errors
+    left = file.read_text() if file.exists() else None
+    assert left == (former if by == signal.SIGTERM else '{"order": "las"}')
+    again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert again.returncode == 0, again.stderr
+    assert ("has again what it had" in again.stderr) == (by == signal.SIGKILL)
+    by_start = {order for arm, order in controlled.served_by if arm == "start"}
+    assert by_start == {"fcfs" if former is None else "urgent"}
+    runs = json.loads((out / "bench.json").read_text())["runs"]
+    assert [run["in_force"]["order"] for run in runs if run["arm"] == "switched"] == ["las"] * 4
+    assert (file.read_text() if file.exists() else None) == former
+    assert not (out / run_bench.SWITCHED).exists()

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from kvpolicy.errors import InputError
 from kvpolicy.server_metrics import OURS, Metrics
-from kvpolicy_vllm.bench.openai_api import Api
+from kvpolicy.stored_values import read_sealed, sealed
+from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.plugin import control_file
 
 SEEN_S = 60.0
@@ -44,25 +45,55 @@ class Switch:
 
 
 @asynccontextmanager
-async def switched(switch: Switch, api: Api, prompt: Sequence[int]) -> AsyncIterator[dict[str, str]]:
+async def switched(switch: Switch, api: Api, prompt: Sequence[int], state: Path) -> AsyncIterator[dict[str, str]]:
     """The server, switched; gives policy and order as its metrics name them. Afterwards the file is as it was.
 
-    ``prompt``: of requests by which an idle engine takes the change. Raises InputError where the file cannot be
-    written or was not written by whom it should be, where the server refuses the change, where its metrics do not
-    show one within :data:`SEEN_S`, and where a policy is switched to in shadow mode.
+    ``prompt``: of requests by which an idle engine takes the change. ``state``: a file for :func:`put_back`, which is
+    there until the server has taken what the control file had. Raises InputError where a file cannot be written or was
+    not written by whom it should be, where the server refuses the change, where its metrics do not show one within
+    :data:`SEEN_S`, and where a policy is switched to in shadow mode.
     """
     file, wanted = Path(switch.control), switch.settings()
-    former = _content(file)
+    former, content = _content(file), json.dumps(wanted)
     await _metrics(api, switch)
     if former is not None:  # what the server refuses by now could not be put back after the run
         await _put(switch, api, prompt, former, {})
+    keeps = {"url": api.url, "control": str(file.absolute()), "former": former, "arm": content, "prompt": list(prompt)}
+    _write(state, json.dumps(sealed(keeps)))
     try:
-        yield await _put(switch, api, prompt, json.dumps(wanted), wanted)
+        yield await _put(switch, api, prompt, content, wanted)
     except BaseException:
-        with suppress(InputError):  # the first error is the one to report
+        with suppress(InputError):  # the first error is the one to report, and the state stays
             _restore(file, former)
+            _restore(state, None)
         raise
     await _put(switch, api, prompt, former, {})
+    _restore(state, None)
+
+
+async def put_back(state: Path) -> bool:
+    """What :func:`switched` does at its end, where it was killed before; whether it was. ``state``: as given there.
+
+    A control file that somebody has written or deleted since is left as it is. Raises InputError as it does, and where
+    the state was damaged or the server does not answer.
+    """
+    if not state.exists():
+        return False
+    try:
+        kept = read_sealed(state)
+    except InputError as error:
+        raise InputError(f"{error}: give the control file what it should have, and delete {state}") from None
+    switch, prompt = Switch(kept["control"]), kept["prompt"]
+    file = Path(switch.control)
+    present = _content(file)
+    former = kept["former"] if present == kept["arm"] else present
+    _restore(file, former)
+    async with connected(kept["url"]) as api:
+        if former is None:  # that there is still no file is no change that could be waited for
+            await _put(switch, api, prompt, "", {})
+        await _put(switch, api, prompt, former, {})
+    _restore(state, None)
+    return True
 
 
 async def _put(

@@ -21,7 +21,7 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import open_workload
-from kvpolicy_vllm.bench.control_arm import switched
+from kvpolicy_vllm.bench.control_arm import put_back, switched
 from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
@@ -33,6 +33,8 @@ from kvpolicy_vllm.bench.resumed_inputs import digests, versions
 
 NO_RUN = {"plan.json", "model.json"}
 """What is in the folder of a bench that has run nothing."""
+SWITCHED = "switched.json"
+"""In the folder of a bench while an arm's content is in a control file: see :mod:`kvpolicy_vllm.bench.control_arm`."""
 FORMAT = 1
 """Of bench.json."""
 SAMPLE_TEXT = (
@@ -79,6 +81,8 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
             "files": digests(getattr(load, "workload", None), [arm.command for arm in arms])}  # fmt: skip
     runs = out / "runs"
+    if asyncio.run(put_back(out / SWITCHED)):
+        say("a control file has again what it had before this bench, which ended in a run without putting it back")
     with taken_up(out, plan), Servers(out / "logs", say) as servers:
         driver = Driver(kind, arms, servers, out)
         rng = random.Random(f"{load.load_seed} order of arms")
@@ -234,7 +238,8 @@ class Driver:
             await self._warm_up(api, terms)
             in_force = {}
             if arm.switch is not None:
-                in_force["in_force"] = await stack.enter_async_context(switched(arm.switch, api, terms.vocabulary[:1]))
+                switching = switched(arm.switch, api, terms.vocabulary[:1], self._out / SWITCHED)
+                in_force["in_force"] = await stack.enter_async_context(switching)
             before_s = self._servers.cpu_s(arm)
             figures = await self._kind.run(cell, round_, terms) | in_force
             after_s = self._servers.cpu_s(arm)
