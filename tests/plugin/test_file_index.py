@@ -157,6 +157,27 @@ def test_blocks_come_back_to_host_memory() -> None:
     assert core.index.read_s(2) == pytest.approx(2.0), "by what was loaded since"
 
 
+def test_a_disk_that_becomes_slow_is_noticed_however_long_it_was_fast() -> None:
+    core = Core()
+    core.stored()
+
+    def load(seconds: float) -> None:
+        core.drop_from_host()
+        core.index.fetch(CHAIN, 0, 3)
+        (_, (job,)) = core.jobs()
+        core.now += seconds
+        core.report(job)
+
+    for _ in range(24 * 6):  # a day, always one load before the earlier ones stop counting
+        for _ in range(20):
+            load(0.01)
+        core.now += RENEWED_S - 10.0
+    assert core.index.read_s(3) == pytest.approx(0.01)
+    for _ in range(40):
+        load(1.0)
+    assert 0.4 < core.index.read_s(3) < 1.0
+
+
 def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:
     core = Core()
     core.stored()

@@ -26,6 +26,9 @@ so long is late."""
 WARNING_EVERY_S = 60.0
 RENEWED_S = 600.0
 """How long files took counts for so long after the last load: a disk that was too slow is tried again then."""
+RECENT_LOADS = 64
+"""The time that files take is a mean by bytes, in which a load's weight falls by 1/64 with each one after it: a disk
+that becomes slow is noticed however long it was fast, though it is read all the time."""
 Count = Callable[[str, int], None]
 
 
@@ -74,6 +77,7 @@ class FileIndex:
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
         self._read_s = self._read_bytes = self._read_until_s = 0.0
+        """Seconds and bytes of loads by their weights, and when they stop counting."""
         self.worth_storing: Callable[[int], bool] = lambda blocks: True
         """Whether blocks of a chain of so many blocks are stored: where reading and loading all of them would cost more
         than computing them, none is."""
@@ -274,10 +278,9 @@ class FileIndex:
         places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]
         self._pool.brought(under.chain, places, right)
         now = self._clock()
-        if now >= self._read_until_s:
-            self._read_s = self._read_bytes = 0.0
+        weight = 0.0 if now >= self._read_until_s else 1 - 1 / RECENT_LOADS
         self._read_until_s = now + RENEWED_S
-        self._read_s += now - under.began_s
-        self._read_bytes += len(done) * self._block_bytes
+        self._read_s = weight * self._read_s + now - under.began_s
+        self._read_bytes = weight * self._read_bytes + len(done) * self._block_bytes
         self._count("loaded", len(right))
         self._count("load_failed", len(done) - len(right))
