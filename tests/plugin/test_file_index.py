@@ -12,7 +12,7 @@ from kvpolicy.host_store import HostBlock, HostStore
 from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
-from kvpolicy_vllm.plugin.messages import FileJob, FileReport
+from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 SLOTS = 16
 CHAIN = [b"a", b"b", b"c"]
@@ -41,7 +41,7 @@ class Core:
         return blocks
 
     def jobs(self) -> tuple[list[FileJob], list[FileJob]]:
-        _, _, stores, loads = self.index.take_jobs()
+        _, stores, loads = self.index.take_jobs()
         return [*stores], [*loads]
 
     def report(self, job: FileJob, failed: Sequence[bytes] = (), ranks: int | None = None) -> None:
@@ -115,11 +115,14 @@ def test_workers_hear_what_requests_say_of_their_windows() -> None:
     core.index.hinted(CHAIN, said, "chat")
     core.index.hinted([], Hints(session="s", ended=True), "chat")
     core.index.hinted([], Hints(once=True), "chat")
-    _, hints, _, _ = core.index.take_jobs()
-    assert hints == ((tuple(CHAIN), said, "chat"), ((), Hints(session="s", ended=True), "chat"))
+    events, _, _ = core.index.take_jobs()
+    assert events == (
+        FileEvent(tuple(CHAIN), said, "chat"),
+        FileEvent((), Hints(session="s", ended=True), "chat"),
+    )
     core.index.hinted(CHAIN, said, "chat")
     core.index.forget()
-    assert core.index.take_jobs()[1] == ()
+    assert core.index.take_jobs()[0] == ()
 
 
 def test_files_hold_at_most_a_share_of_the_slots() -> None:
@@ -289,8 +292,12 @@ def test_after_a_reset_nothing_old_is_found_and_keys_are_others() -> None:
     assert core.index.leading(CHAIN) == 3
 
 
-def test_prompts_reach_the_policies_of_files() -> None:
-    core = Core()
+def test_prompts_reach_the_policies_of_files_in_their_order_among_hints() -> None:
+    core, ended = Core(), Hints(session="s", ended=True)
     core.index.arrived(CHAIN)
     core.index.arrived([])
-    assert core.index.take_jobs()[0] == (tuple(CHAIN),) and core.index.take_jobs()[0] == ()
+    core.index.hinted(CHAIN, ended, "chat")
+    core.index.arrived(CHAIN)
+    prompt = FileEvent(tuple(CHAIN))
+    assert core.index.take_jobs()[0] == (prompt, FileEvent(tuple(CHAIN), ended, "chat"), prompt)
+    assert core.index.take_jobs()[0] == ()
