@@ -41,7 +41,7 @@ class Core:
         return blocks
 
     def jobs(self) -> tuple[list[FileJob], list[FileJob]]:
-        _, stores, loads = self.index.take_jobs()
+        _, _, stores, loads = self.index.take_jobs()
         return [*stores], [*loads]
 
     def report(self, job: FileJob, failed: Sequence[bytes] = (), ranks: int | None = None) -> None:
@@ -115,14 +115,15 @@ def test_workers_hear_what_requests_say_of_their_windows() -> None:
     core.index.hinted(CHAIN, said, "chat")
     core.index.hinted([], Hints(session="s", ended=True), "chat")
     core.index.hinted([], Hints(once=True), "chat")
-    events, _, _ = core.index.take_jobs()
+    _, events, _, _ = core.index.take_jobs()
     assert events == (
         FileEvent(tuple(CHAIN), said, "chat"),
         FileEvent((), Hints(session="s", ended=True), "chat"),
     )
     core.index.hinted(CHAIN, said, "chat")
     core.index.forget()
-    assert core.index.take_jobs()[0] == ()
+    assert core.index.take_jobs() == (True, (), (), ()), "what was said is of other contents: it is to be forgotten"
+    assert core.index.take_jobs() == (False, (), (), ())
 
 
 def test_files_hold_at_most_a_share_of_the_slots() -> None:
@@ -299,5 +300,5 @@ def test_prompts_reach_the_policies_of_files_in_their_order_among_hints() -> Non
     core.index.hinted(CHAIN, ended, "chat")
     core.index.arrived(CHAIN)
     prompt = FileEvent(tuple(CHAIN))
-    assert core.index.take_jobs()[0] == (prompt, FileEvent(tuple(CHAIN), ended, "chat"), prompt)
-    assert core.index.take_jobs()[0] == ()
+    assert core.index.take_jobs()[1] == (prompt, FileEvent(tuple(CHAIN), ended, "chat"), prompt)
+    assert core.index.take_jobs()[1] == ()

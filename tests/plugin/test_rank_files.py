@@ -99,6 +99,29 @@ def test_what_requests_say_of_their_windows_holds_their_files(tmp_path: Path) ->
     files.close()
 
 
+def test_after_a_reset_earlier_hints_hold_nothing_and_take_no_share(tmp_path: Path) -> None:
+    """Files for eight blocks, of which hints of a class hold two."""
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 8 * (2 * 4096), hints=HintLimits(), block_tokens=16)
+    assert tier.capacity_blocks == 8
+    device = copier()
+    device.save(Job(1, "r", (0, 1), (0, 1)))
+    files = RankFiles(tier, device)
+
+    def store(number: int, chain: tuple[bytes, ...], keep_s: float | None = None, reset: bool = False) -> None:
+        events = [FileEvent(chain)] + [FileEvent(chain, Hints(keep_s), "default")] * (keep_s is not None)
+        job = FileJob(number, chain, tuple(range(len(chain))), chain)
+        files.begin(StepJobs(number, forget_hints=reset, file_events=tuple(events), file_stores=(job,)))
+        reports(files)
+
+    store(1, (b"a", b"b"), keep_s=600.0)
+    store(2, (b"A", b"B"), keep_s=60.0, reset=True)
+    for number in range(3, 9):
+        store(number, (b"x%d" % number,))
+    assert tier.lookup((b"a",)) == 0, "given up by use, as others are"
+    assert tier.lookup((b"A", b"B")) == 2
+    files.close()
+
+
 def test_a_prompt_that_comes_again_as_its_session_ends_goes_first_no_longer(tmp_path: Path) -> None:
     """Both in one step, in this order."""
     tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 2 * (2 * 4096), hints=HintLimits(), block_tokens=16)

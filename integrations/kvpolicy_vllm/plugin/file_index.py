@@ -72,6 +72,8 @@ class FileIndex:
         """Ranks that have."""
         self._numbers = 0
         self._held = 0
+        self._forgets = False
+        """Whether the workers have yet to hear of a reset."""
         self._events: list[FileEvent] = []
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
@@ -209,10 +211,11 @@ class FileIndex:
                 "host slots stay in use until they do (counted as cache_blocks, event 'late')", MAX_WAIT_S, slots
             )  # fmt: skip
 
-    def take_jobs(self) -> tuple[tuple[FileEvent, ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
-        """Prompts and hints in their order, stores and loads, since the last call."""
-        taken = tuple(self._events), tuple(self._stores), tuple(self._loads)
-        self._events, self._stores, self._loads = [], [], []
+    def take_jobs(self) -> tuple[bool, tuple[FileEvent, ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
+        """Whether there was a reset, prompts and hints after it in their order, stores and loads, since the last
+        call."""
+        taken = self._forgets, tuple(self._events), tuple(self._stores), tuple(self._loads)
+        self._forgets, self._events, self._stores, self._loads = False, [], [], []
         return taken
 
     def acknowledge(self, reports: Iterable[FileReport]) -> None:
@@ -238,7 +241,7 @@ class FileIndex:
         self._salt = uuid.uuid4().bytes
         self._there.clear()
         self._coming.clear()
-        self._events = []
+        self._forgets, self._events = True, []
         for under in (*self._under.values(), *self._late.values()):
             under.failed.update(map(digest_of_key, under.keys))
 

@@ -115,6 +115,8 @@ class StepJobs:
     at_once: bool = False
     """Whether another connector may write to those blocks at any time from now on: they have to be off the device
     before the worker goes on."""
+    forget_hints: bool = False
+    """Whether nobody will ask for contents of files again that hints have named before, as after a reset."""
     file_events: tuple[FileEvent, ...] = ()
     """Since the step before, in their order: a request may arrive before or after another one has ended the same
     session."""

@@ -50,6 +50,8 @@ class RankFiles:
             self._last = jobs
             if jobs.file_prices:
                 self._tier.reprice(interpolated(jobs.file_prices))
+            if jobs.forget_hints:
+                self._tier.forget_hints()
             for event in jobs.file_events:
                 if event.hints is None:
                     self._tier.asked(event.keys)
