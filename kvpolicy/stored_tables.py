@@ -73,11 +73,13 @@ def _sizes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tuple[in
         row_group = metadata.row_group(group)
         for index in range(row_group.num_columns):
             column = row_group.column(index)
-            if columns is not None and column.path_in_schema.partition(".")[0] not in columns:
+            path = column.path_in_schema
+            # A dot is before each level of a nested column, and may be in a name.
+            if columns is not None and not any(path == name or path.startswith(f"{name}.") for name in columns):
                 continue
             total += max(0, column.num_values) * 8 + max(0, column.total_uncompressed_size)
             if column.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"):
-                texts = found.setdefault(column.path_in_schema, _Texts(column.path_in_schema))
+                texts = found.setdefault(path, _Texts(path))
                 texts.bound += max(0, column.num_values) * max(0, column.total_uncompressed_size)
                 texts.largest = max(texts.largest, column.total_uncompressed_size)
                 texts.in_dictionary &= column.has_dictionary_page

@@ -94,7 +94,9 @@ def read_sealed(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    if not isinstance(values, dict) or values.pop(SEAL, None) != _seal_of(values):
+    if isinstance(values, dict) and SEAL not in values:
+        raise InputError(f"{path}: has no {SEAL}: was written by an earlier kvpolicy, or changed since")
+    if not isinstance(values, dict) or values.pop(SEAL) != _seal_of(values):
         raise InputError(f"{path}: was damaged or changed since it was written")
     return values
 

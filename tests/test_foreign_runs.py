@@ -220,7 +220,12 @@ def test_plans_and_runs_of_an_interrupted_bench(data: st.DataObject) -> None:
 def test_a_bench_without_its_plan_is_not_resumed(tmp_path: Path) -> None:
     run_bench.take_up(tmp_path, PLAN)
     (tmp_path / "runs" / "one.json").write_text("{}")
-    for content, why in ((None, "cannot be read: no such file"), ("[]", "was damaged or changed"), ("{", "is no JSON")):
+    for content, why in (
+        (None, "cannot be read: no such file"),
+        ("[]", "was damaged or changed"),
+        ("{", "is no JSON"),
+        (json.dumps(PLAN), "has no sha256: was written by an earlier kvpolicy"),
+    ):
         (tmp_path / "plan.json").unlink(missing_ok=True)
         if content is not None:
             (tmp_path / "plan.json").write_text(content)

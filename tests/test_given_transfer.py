@@ -19,6 +19,7 @@ LISTED = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "engine_id
     [
         (NIXL, [NIXL], "kv_both"),
         (DECODE, [DECODE], "kv_producer"),
+        (NIXL | {"engine_id": "one"}, [NIXL], "kv_both"),
         (LISTED | {"kv_connector_extra_config": {"connectors": [DECODE, NIXL]}}, [DECODE, NIXL], "kv_both"),
     ],
 )
@@ -46,6 +47,10 @@ def test_connectors_that_are_given_come_behind_kvpolicys(
         (["{}"], 'should be a JSON object with "kv_connector"'),
         ([json.dumps(LISTED)], 'MultiConnector should have a list of connectors in "kv_connector_extra_config"'),
         ([json.dumps({"kv_connector": "KVPolicyConnector"})], "KVPolicyConnector should not be there: kvpolicy adds"),
+        (
+            [json.dumps(LISTED | {"kv_connector_extra_config": {"connectors": [DECODE, NIXL | {"engine_id": "two"}]}})],
+            '"engine_id" of NixlConnector should be beside "kv_connector": "MultiConnector", not in the list',
+        ),
         ([json.dumps(NIXL)] * 2, "is given 2 times, should be once"),
     ],
 )

@@ -10,6 +10,7 @@ from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, transfer_config
 
 FLAG = "--kv-transfer-config"
+ENGINE_ID = "engine_id"
 SHOULD = 'should be a JSON object with "kv_connector"'
 
 
@@ -43,9 +44,11 @@ def _read(value: str) -> dict[str, Any]:
 
 def put_first(extra: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """One ``--kv-transfer-config`` with kvpolicy's connector, of these options, before those that are given: a single
-    one, or vLLM's list of several, whose other fields stay.
+    one, or vLLM's list of several, whose other fields stay. A single one's engine id becomes the list's, which all its
+    connectors have.
 
-    Raises InputError where kvpolicy's own is among them, or the list is none.
+    Raises InputError where kvpolicy's own is among them, one in a list has an engine id of its own, or the list is
+    none.
     """
     is_list = given["kv_connector"] == MULTI_CONNECTOR
     options = given.get("kv_connector_extra_config") or {}
@@ -57,8 +60,21 @@ def put_first(extra: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
         )
     if any(one.get("kv_connector") == CONNECTOR for one in others):
         raise InputError(f"{FLAG}: {CONNECTOR} should not be there: kvpolicy adds it, with its own flags as options")
-    whole = transfer_config(extra, others)
     if is_list:
+        _refuse_engine_ids(others)
+        whole = transfer_config(extra, others)
         whole["kv_connector_extra_config"] = {**options, **whole["kv_connector_extra_config"]}
-        whole = {**given, **whole}
-    return whole
+        return {**given, **whole}
+    behind = {name: value for name, value in given.items() if name != ENGINE_ID}
+    return transfer_config(extra, [behind]) | {name: given[name] for name in [ENGINE_ID] if name in given}
+
+
+def _refuse_engine_ids(connectors: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InputError for an engine id inside a list: vLLM 0.24 to 0.33 would end by a TypeError, as it gives every
+    connector an id beside the one in its settings."""
+    for one in connectors:
+        if ENGINE_ID in one:
+            raise InputError(
+                f'{FLAG}: "{ENGINE_ID}" of {one.get("kv_connector")} should be beside "kv_connector": '
+                f'"{MULTI_CONNECTOR}", not in the list: all its connectors have that one'
+            )

@@ -164,7 +164,7 @@ class Hinted(CachingPolicy):
         self.counts = HintCounts()
         self.limits = limits
         self._clock, self._block_tokens = clock, block_tokens
-        self._holds = Holds(int(limits.share * inner.capacity), int(limits.class_share * inner.capacity), self.counts)
+        self._holds = self._no_holds()
         self._first: OrderedDict[Key, None] = OrderedDict()
         """Blocks there to be evicted first, in this order."""
         self._unwanted: OrderedDict[Key, None] = OrderedDict()
@@ -176,6 +176,10 @@ class Hinted(CachingPolicy):
         self._sessions: OrderedDict[tuple[str, str], Chain] = OrderedDict()
         """Each session's latest window, by class and name."""
         self._session_blocks = 0
+
+    def _no_holds(self) -> Holds:
+        share, of_class = (int(part * self.capacity) for part in (self.limits.share, self.limits.class_share))
+        return Holds(share, of_class, self.counts)
 
     def __contains__(self, key: Key) -> bool:
         return key in self.inner
@@ -211,6 +215,14 @@ class Hinted(CachingPolicy):
         until_s = now_s + (self.limits.keep_s if hints.keep_s is None else min(hints.keep_s, self.limits.keep_s))
         only_pins = hints.once or hints.ended or hints.keep_s is None
         self._hold(chain[:pinned] if only_pins else chain, until_s, class_name, pinned)
+
+    def forget_hints(self) -> None:
+        """Nobody will ask for a block again that hints have named so far, as after a change of weights: none is held
+        back any more, and no session is known. The inner policy goes on."""
+        self._holds = self._no_holds()
+        self._unwanted.clear()
+        self._sessions.clear()
+        self._session_blocks = 0
 
     def _hold(self, keys: Sequence[Key], until_s: float, class_name: str, pins: int) -> None:
         self._want(keys)

@@ -109,3 +109,6 @@ class LastingTier(Tier, Protocol):
         """A request with this window came with hints, granted to this class, as
         :meth:`kvpolicy.caching.Hinted.hinted` has it: after :meth:`asked` for a new one, and once more when it has
         ended."""
+
+    def forget_hints(self) -> None:
+        """Nobody will ask for the blocks again that are here or that hints have named: hold none back any more."""

@@ -155,6 +155,10 @@ class FileTier:
         if isinstance(self._policy, Hinted):
             self._policy.hinted([digest_of_key(key) for key in chain], hints, class_name)
 
+    def forget_hints(self) -> None:
+        if isinstance(self._policy, Hinted):
+            self._policy.forget_hints()
+
     def lookup(self, chain: Chain) -> int:
         hits = 0
         for key in chain:

@@ -33,6 +33,10 @@ class Options:
     def __contains__(self, name: str) -> bool:
         return name in self._unread
 
+    def given(self, name: str) -> bool:
+        """Whether the option is there, read or not."""
+        return name in self._values
+
     def add(self, values: Mapping[str, str]) -> None:
         """Add options that are set for the whole that this is a part of. Raises :class:`WorkloadError` for those that
         the part has itself."""

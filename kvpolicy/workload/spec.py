@@ -47,7 +47,7 @@ from kvpolicy.workload.requests import Source, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate
 from kvpolicy.workload.servegen import COLUMNS as SERVEGEN_COLUMNS
 from kvpolicy.workload.servegen import ServeGen
-from kvpolicy.workload.session_hints import DEFAULT_KEEP_S, Hinting
+from kvpolicy.workload.session_hints import DEFAULT_KEEP_S, HINDSIGHT, Hinting
 from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users, Windows
 from kvpolicy.workload.sharegpt import TOKENS_PER_WORD, ShareGPT
 from kvpolicy.workload.synthetic import SyntheticRequests
@@ -136,6 +136,8 @@ def _finished(source: Source, options: Options) -> Source:
     )
     source = labelled if labelled.marks else labelled.inner
     kind = options.text("hints")
+    if kind == HINDSIGHT and options.given("users"):
+        raise options.wrong("hints", "sessions where there are users: all conversations of a user are one session")
     if kind is not None:
         source = Hinting(source, kind, options.real("keep", DEFAULT_KEEP_S) or 0.0)
     concurrency = options.whole("concurrency")

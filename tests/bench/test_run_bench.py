@@ -18,6 +18,7 @@ from kvpolicy.cli import main
 from kvpolicy.errors import InputError
 from kvpolicy.reporting.pipeline import report
 from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad
+from kvpolicy.stored_values import sealed
 from kvpolicy.workload import WorkloadError
 from kvpolicy_vllm.bench import run_bench
 from kvpolicy_vllm.bench.load_report import LoadReport
@@ -124,6 +125,29 @@ def test_a_folder_with_another_bench_is_refused(two: tuple[Small, Small, BenchTa
     (tmp_path / "runs" / "round-000-arm-first.json").write_text("{}")
     with pytest.raises(InputError, match=r"has a bench with other settings \(.*kind.*load.*\): give --out another"):
         run_bench.bench(tmp_path, ANALYTICS, at)
+
+
+def test_a_new_bench_does_not_take_the_prices_of_one_whose_runs_were_removed(tmp_path: Path) -> None:
+    (tmp_path / run_bench.PRICES).write_text(json.dumps(sealed({"price_ratio": 0.1})))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "round-000-arm-first.json").write_text("{}")
+    run_bench.write(tmp_path / "plan.json", sealed({"kind": "chat"}))
+    run_bench.take_up(tmp_path, {"kind": "chat"})
+    assert (tmp_path / run_bench.PRICES).exists(), "those of the bench that goes on"
+    (tmp_path / "runs" / "round-000-arm-first.json").unlink()
+    run_bench.take_up(tmp_path, {"kind": "chat"})
+    assert not (tmp_path / run_bench.PRICES).exists()
+
+
+def test_damaged_prices_are_refused_in_one_line(tmp_path: Path) -> None:
+    kind, at = run_bench.kind_of(ANALYTICS), BenchTarget("some/llm", ("vllm",))
+    written = json.dumps(sealed({"price_ratio": 0.1, "unknown": ""}))
+    (tmp_path / run_bench.PRICES).write_text(written)
+    assert run_bench.priced(kind, {"prefix_tokens": 96}, 1, at, tmp_path) == {"price_ratio": 0.1, "unknown": ""}
+    for damaged, why in ((written[:-9], "is no JSON"), (written.replace("0.1", "0.2"), "was damaged or changed")):
+        (tmp_path / run_bench.PRICES).write_text(damaged)
+        with pytest.raises(InputError, match=f"prices.json: {why}.*give --out another folder"):
+            run_bench.priced(kind, {"prefix_tokens": 96}, 1, at, tmp_path)
 
 
 def test_a_bench_whose_server_never_answered_may_be_begun_anew_otherwise(tmp_path: Path) -> None:

@@ -161,6 +161,18 @@ def test_memory_is_bounded_however_often_a_hint_is_repeated() -> None:
     assert policy.held_blocks == 4 and all(len(heap) <= STALE * 16 + 1 for heap in policy._holds._heaps.values())
 
 
+def test_hints_that_are_forgotten_hold_no_block_and_take_no_share() -> None:
+    policy, _ = hinted()
+    serve(policy, "abcd", Hints(keep_s=600.0, session="s"))
+    policy.hinted("xy", Hints(once=True))
+    policy.forget_hints()
+    assert policy.held_blocks == 0 and policy.hits("abcd") == 4
+    serve(policy, "wxyz", Hints(keep_s=10.0))
+    assert policy.held_blocks == 4
+    policy.hinted((), Hints(session="s", ended=True))
+    assert policy.evict(8, ()) == ["d", "c", "b", "a"], "by use: the session's window is not known any more"
+
+
 def test_without_a_share_nothing_is_held() -> None:
     policy, _ = hinted()
     policy = Hinted(Lru(4), Clock(), BLOCK, HintLimits.parse("none"))

@@ -12,7 +12,7 @@ from kvpolicy.host_store import HostBlock, HostStore
 from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
-from kvpolicy_vllm.plugin.messages import FileJob, FileReport
+from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 SLOTS = 16
 CHAIN = [b"a", b"b", b"c"]
@@ -115,11 +115,15 @@ def test_workers_hear_what_requests_say_of_their_windows() -> None:
     core.index.hinted(CHAIN, said, "chat")
     core.index.hinted([], Hints(session="s", ended=True), "chat")
     core.index.hinted([], Hints(once=True), "chat")
-    _, hints, _, _ = core.index.take_jobs()
-    assert hints == ((tuple(CHAIN), said, "chat"), ((), Hints(session="s", ended=True), "chat"))
+    _, events, _, _ = core.index.take_jobs()
+    assert events == (
+        FileEvent(tuple(CHAIN), said, "chat"),
+        FileEvent((), Hints(session="s", ended=True), "chat"),
+    )
     core.index.hinted(CHAIN, said, "chat")
     core.index.forget()
-    assert core.index.take_jobs()[1] == ()
+    assert core.index.take_jobs() == (True, (), (), ()), "what was said is of other contents: it is to be forgotten"
+    assert core.index.take_jobs() == (False, (), (), ())
 
 
 def test_files_hold_at_most_a_share_of_the_slots() -> None:
@@ -155,6 +159,27 @@ def test_blocks_come_back_to_host_memory() -> None:
     core.now += 3.0
     core.report(job)
     assert core.index.read_s(2) == pytest.approx(2.0), "by what was loaded since"
+
+
+def test_a_disk_that_becomes_slow_is_noticed_however_long_it_was_fast() -> None:
+    core = Core()
+    core.stored()
+
+    def load(seconds: float) -> None:
+        core.drop_from_host()
+        core.index.fetch(CHAIN, 0, 3)
+        (_, (job,)) = core.jobs()
+        core.now += seconds
+        core.report(job)
+
+    for _ in range(24 * 6):  # a day, always one load before the earlier ones stop counting
+        for _ in range(20):
+            load(0.01)
+        core.now += RENEWED_S - 10.0
+    assert core.index.read_s(3) == pytest.approx(0.01)
+    for _ in range(40):
+        load(1.0)
+    assert 0.4 < core.index.read_s(3) < 1.0
 
 
 def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:
@@ -268,8 +293,12 @@ def test_after_a_reset_nothing_old_is_found_and_keys_are_others() -> None:
     assert core.index.leading(CHAIN) == 3
 
 
-def test_prompts_reach_the_policies_of_files() -> None:
-    core = Core()
+def test_prompts_reach_the_policies_of_files_in_their_order_among_hints() -> None:
+    core, ended = Core(), Hints(session="s", ended=True)
     core.index.arrived(CHAIN)
     core.index.arrived([])
-    assert core.index.take_jobs()[0] == (tuple(CHAIN),) and core.index.take_jobs()[0] == ()
+    core.index.hinted(CHAIN, ended, "chat")
+    core.index.arrived(CHAIN)
+    prompt = FileEvent(tuple(CHAIN))
+    assert core.index.take_jobs()[1] == (prompt, FileEvent(tuple(CHAIN), ended, "chat"), prompt)
+    assert core.index.take_jobs()[1] == ()

@@ -18,7 +18,7 @@ from kvpolicy.request_marks import HintLimits, Hints
 from kvpolicy.tiers import FileTier, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
-from kvpolicy_vllm.plugin.messages import FileHint, FileJob, FileReport, Job, StepJobs
+from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport, Job, StepJobs
 from kvpolicy_vllm.plugin.rank_files import FOUND_AT_ONCE, RankFiles
 
 SEGMENTS, BLOCKS, ELEMENTS = 3, 6, 512
@@ -56,7 +56,7 @@ def reports(files: RankFiles) -> list[FileReport]:
 def test_blocks_go_to_files_and_come_back_to_other_slots(rank: tuple[RankFiles, IndexingCopier]) -> None:
     files, device = rank
     store = FileJob(1, (b"b", b"c"), (1, 2), (b"a", b"b", b"c"))
-    files.begin(StepJobs(1, file_stores=(store,), prompts=((b"a", b"b", b"c"),)))
+    files.begin(StepJobs(1, file_stores=(store,), file_events=(FileEvent((b"a", b"b", b"c")),)))
     assert reports(files) == [FileReport(1)]
     files.begin(StepJobs(2, file_loads=(FileJob(2, (b"c", b"b"), (5, 6)),)))
     assert reports(files) == [FileReport(2)]
@@ -83,19 +83,57 @@ def test_what_requests_say_of_their_windows_holds_their_files(tmp_path: Path) ->
     files, window = RankFiles(tier, device), (b"a", b"b")
     number = 0
 
-    def store(chain: tuple[bytes, ...], *hints: FileHint) -> None:
+    def store(chain: tuple[bytes, ...], *hints: FileEvent) -> None:
         nonlocal number
         number += 1
         job = FileJob(number, chain, tuple(range(len(chain))), chain)
-        files.begin(StepJobs(number, prompts=(chain,), file_hints=hints, file_stores=(job,)))
+        files.begin(StepJobs(number, file_events=(FileEvent(chain), *hints), file_stores=(job,)))
         reports(files)
 
-    store(window, (window, Hints(60.0, session="s"), "default"))
+    store(window, FileEvent(window, Hints(60.0, session="s"), "default"))
     for other in (b"x", b"y", b"z", b"w"):
         store((other, other + b"2"))
     assert tier.lookup(window) == 1, "hints of a class hold a quarter at most"
-    store((b"v",), ((), Hints(session="s", ended=True), "default"))
+    store((b"v",), FileEvent((), Hints(session="s", ended=True), "default"))
     assert tier.lookup(window) == 0
+    files.close()
+
+
+def test_after_a_reset_earlier_hints_hold_nothing_and_take_no_share(tmp_path: Path) -> None:
+    """Files for eight blocks, of which hints of a class hold two."""
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 8 * (2 * 4096), hints=HintLimits(), block_tokens=16)
+    assert tier.capacity_blocks == 8
+    device = copier()
+    device.save(Job(1, "r", (0, 1), (0, 1)))
+    files = RankFiles(tier, device)
+
+    def store(number: int, chain: tuple[bytes, ...], keep_s: float | None = None, reset: bool = False) -> None:
+        events = [FileEvent(chain)] + [FileEvent(chain, Hints(keep_s), "default")] * (keep_s is not None)
+        job = FileJob(number, chain, tuple(range(len(chain))), chain)
+        files.begin(StepJobs(number, forget_hints=reset, file_events=tuple(events), file_stores=(job,)))
+        reports(files)
+
+    store(1, (b"a", b"b"), keep_s=600.0)
+    store(2, (b"A", b"B"), keep_s=60.0, reset=True)
+    for number in range(3, 9):
+        store(number, (b"x%d" % number,))
+    assert tier.lookup((b"a",)) == 0, "given up by use, as others are"
+    assert tier.lookup((b"A", b"B")) == 2
+    files.close()
+
+
+def test_a_prompt_that_comes_again_as_its_session_ends_goes_first_no_longer(tmp_path: Path) -> None:
+    """Both in one step, in this order."""
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 2 * (2 * 4096), hints=HintLimits(), block_tokens=16)
+    device = copier()
+    device.save(Job(1, "r", (0, 1), (0, 1)))
+    files = RankFiles(tier, device)
+    again = FileEvent((b"a",), Hints(session="s", ended=True), "default"), FileEvent((b"a",))
+    for number, (key, events) in enumerate([(b"a", ()), (b"b", ()), (b"c", again)], 1):
+        job = FileJob(number, (key,), (0,), (key,))
+        files.begin(StepJobs(number, file_events=(*events, FileEvent((key,))), file_stores=(job,)))
+        reports(files)
+    assert tier.lookup((b"a",)) == 1 and not tier.lookup((b"b",)), "by use it is not the next"
     files.close()
 
 

@@ -141,6 +141,18 @@ class TestBombs:
         monkeypatch.setattr(stored_tables, "MAX_TABLE_BYTES", 1 << 22)
         assert opened(path, ["step"]).metadata.num_rows == 200_000
 
+    @pytest.mark.parametrize("value", [1, "x" * 50, [1], {"n": 1}])
+    def test_a_dot_may_be_in_a_columns_name(
+        self, tmp_path: Path, value: object, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stored_tables, "MAX_TABLE_BYTES", 1 << 20)
+        path = tmp_path / "part-000000.parquet"
+        pq.write_table(pa.table({"a.b": [value] * 200_000, "a": [1] * 200_000, "a.bc": [1] * 200_000}), path)
+        with pytest.raises(TraceError, match="would take"):
+            opened(path, ["a.b"])
+        monkeypatch.setattr(stored_tables, "MAX_TABLE_BYTES", 1 << 24)
+        assert opened(path, ["a.b"]).read(["a.b"]).num_rows == 200_000
+
     def test_what_is_ours_is_never_taken_for_one(self, tmp_path: Path) -> None:
         """Long tables with many distinct ids: the bound of their texts is far too high, and they are counted."""
         many = pa.concat_tables([rows(i * 1000, 1000) for i in range(30)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,26 +32,60 @@ def test_an_engine_that_does_not_answer_in_time_is_killed(tmp_path: Path) -> Non
         assert not alive(engine.pid)
 
 
-def test_an_engine_dies_with_its_parent(tmp_path: Path) -> None:
-    """The parent is killed outright, so nothing of it can clean up."""
+def test_what_an_engine_has_forked_is_killed_with_it(tmp_path: Path) -> None:
+    """A fork holds the pipe that the answer is awaited on."""
+    with EngineProcess("tests.vllm.forking_process", tmp_path / "log") as engine:
+        with pytest.raises(EngineFailed, match=r"no answer within 5 s$"):
+            engine.ask_in_time({}, 5.0)
+        assert gone(int((tmp_path / "log").read_text()))
+
+
+def test_after_an_exception_nothing_of_an_engine_is_left(tmp_path: Path) -> None:
+    forked = []
+
+    def interrupt(news: dict[str, int]) -> None:
+        forked.append(news["forked"])
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        EngineProcess("tests.vllm.forking_process", tmp_path / "log") as engine,
+    ):
+        engine.ask({}, interrupt)
+    assert not alive(engine.pid) and gone(forked[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_engine_dies_with_its_parent(number: signal.Signals) -> None:
+    """One is killed outright, so that nothing of it can clean up; control-C at a terminal reaches the parent alone."""
     parent = (
-        "import sys, time; from kvpolicy_vllm.bench.engine_process import EngineProcess\n"
-        "engine = EngineProcess('tests.vllm.idle_process'); engine.ask({}); print(engine.pid, flush=True)\n"
-        "time.sleep(600)"
+        "import time; from kvpolicy_vllm.bench.engine_process import EngineProcess\n"
+        "with EngineProcess('tests.vllm.idle_process') as engine:\n"
+        "    engine.ask({}); print(engine.pid, flush=True)\n"
+        "    time.sleep(600)"
     )
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}
+        [sys.executable, "-c", parent],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
     )
     assert process.stdout is not None
     child = int(process.stdout.readline())
-    process.kill()
+    process.send_signal(number)
     process.wait()
     process.stdout.close()
+    assert gone(child)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process that is no child of this one ends soon."""
     patience = time.monotonic() + 120
-    while alive(child) and time.monotonic() < patience:
+    while alive(pid) and time.monotonic() < patience:
         time.sleep(0.02)
-    assert not alive(child)
+    return not alive(pid)
 
 
 def alive(pid: int) -> bool:

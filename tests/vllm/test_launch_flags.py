@@ -13,6 +13,7 @@ import pytest
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.given_transfer import put_first
 from kvpolicy_vllm.plugin.settings import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 
 pytestmark = pytest.mark.scheduler
@@ -40,13 +41,28 @@ for flags in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
+READ_LIST = """
+import json, sys
+from types import SimpleNamespace
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+config = SimpleNamespace(kv_transfer_config=KVTransferConfig(**json.loads(sys.argv[1])))
+found = [given.kv_transfer_config for _, given in MultiConnector._get_connector_classes_and_configs(config)]
+print(json.dumps([[one.kv_connector, one.engine_id] for one in found]))
+"""
+
 
 def parsed(*each: list[str]) -> list[dict[str, Any]]:
     """What vLLM understands, in a process of its own: whatever imports vLLM inherits its settings."""
-    done = subprocess.run([sys.executable, "-c", PARSE, json.dumps(each)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    values: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    values: list[dict[str, Any]] = printed(PARSE, each)
     return values
+
+
+def printed(code: str, argument: Any) -> Any:
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(argument)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def flags_of(command: list[str]) -> list[str]:
@@ -83,3 +99,12 @@ def test_vllm_understands_the_flags_and_the_yaml(tmp_path: Path) -> None:
         "failures": "recompute",
         "extra": extra,
     }
+
+
+@pytest.mark.parametrize("engine_id", [{}, {"engine_id": "one"}], ids=["no-id", "id"])
+def test_vllm_reads_the_list_with_a_connector_that_is_given(engine_id: dict[str, str]) -> None:
+    """Each with the engine id that was given for the single one."""
+    given = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", **engine_id}
+    names, ids = zip(*printed(READ_LIST, put_first({"policy": "always-swap"}, given)), strict=True)
+    assert names == (CONNECTOR, "DecodeBenchConnector")
+    assert len(set(ids)) == 1 and ids[0] == engine_id.get("engine_id", ids[0])

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvpolicy.request_marks import Hints
-from kvpolicy_vllm.plugin.messages import FileHint, FileReport, Transfers
+from kvpolicy_vllm.plugin.messages import FileEvent, FileReport, Transfers
 from tests.priced import Priced
 from tests.vllm import alone, harness
 from tests.vllm.test_prompt_cache import PROMPT, Served
@@ -26,12 +26,14 @@ class Rank(alone.Worker):
         super().__init__(late=0)
         self.load_s, self.now_s = load_s, 0.0
         self.reports = [FileReport(ready=True)]
-        self.hints: list[FileHint] = []
+        self.hints: list[FileEvent] = []
+        self.resets = 0
 
     def _copies(self, jobs: Any) -> KVConnectorOutput | None:
         output = super()._copies(jobs) or KVConnectorOutput()
         if jobs is not None:
-            self.hints += jobs.file_hints
+            self.resets += jobs.forget_hints
+            self.hints += [event for event in jobs.file_events if event.hints is not None]
             self.now_s += self.load_s * len(jobs.file_loads)
             self.reports += [FileReport(job.number) for job in (*jobs.file_stores, *jobs.file_loads)]
         copies = output.kv_connector_worker_meta or Transfers()
@@ -101,7 +103,11 @@ def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_
     served.serve(said, served.request([1, 2, 3]))
     first, last = served.worker.hints
     keys = tuple(map(served.controller.prompts._key_of, said.block_hashes))
-    assert first == last == (keys, Hints(60.0, session="s"), "default") and len(keys) == 6
+    assert first == last == FileEvent(keys, Hints(60.0, session="s"), "default") and len(keys) == 6
+    assert served.worker.resets == 0
+    served.controller.forget_saved()
+    served.serve(served.request([1, 2, 3]))
+    assert served.worker.resets == 1
 
 
 def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(model: str) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvpolicy.errors import InputError
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import block_format
-from kvpolicy_vllm.plugin.messages import FileJob, Job, StepJobs
+from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, Job, StepJobs
 from tests.vllm import harness
 
 BLOCKS = 8
@@ -82,7 +82,7 @@ def test_files_are_given_up_by_the_policy_of_the_settings(
     connector.copier.save(Job(1, "a", (1, 2, 3), (0, 1, 2)))
     for number, prompt in enumerate([b"a", b"a", b"b", b"c"]):
         store = FileJob(number, (prompt,), (number % 3,), (prompt,))
-        connector.files.begin(StepJobs(number, prompts=((prompt,),), file_stores=(store,)))
+        connector.files.begin(StepJobs(number, file_events=(FileEvent((prompt,)),), file_stores=(store,)))
         tier.wait_idle()
         connector.files.reports()
     assert [tier.lookup([key]) for key in (b"a", b"b", b"c")] == [1, 0, 1]

@@ -61,3 +61,7 @@ def test_what_cannot_be_is_said() -> None:
         open_workload("sharegpt-8k?n=3&hints=sessions&keep=0")
     with pytest.raises(WorkloadError, match="keep is no option"):
         open_workload("sharegpt-8k?n=3&keep=5")
+    users = "sessions:sharegpt-8k?n=8&turns=2&think=5&users=2"
+    with pytest.raises(WorkloadError, match="hints=hindsight: should be sessions where there are users"):
+        open_workload(f"{users}&hints=hindsight")
+    assert {one.hints.session for one in open_workload(f"{users}&hints=sessions")} == {"s0", "s1"}

@@ -2,7 +2,8 @@
 
 A child runs ``python -m MODULE``, reads one JSON job per line from file descriptor ``KVPOLICY_JOBS`` and answers on
 ``KVPOLICY_ANSWERS`` with lines ``{"news": ...}`` and finally ``{"result": ...}``. Between jobs it blocks in a read and
-uses no CPU time. It exits when there are no more jobs, and when its parent exits.
+uses no CPU time. It exits when there are no more jobs, and when its parent exits. It is in a session of its own:
+control-C at a terminal reaches the parent alone, which then ends it.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class EngineProcess:
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 pass_fds=(jobs_read, answers_write),
+                start_new_session=True,  # so that what it starts can be killed with it
             )
         os.close(jobs_read)
         os.close(answers_write)
@@ -116,12 +118,13 @@ class EngineProcess:
         return self._process.pid
 
     def ask_in_time(self, job: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """As :meth:`ask`; kills the child and raises :class:`EngineFailed` where the answer takes over ``limit_s``."""
+        """As :meth:`ask`; kills the child, with what it has started, and raises :class:`EngineFailed` where the answer
+        takes over ``limit_s``."""
         killed = threading.Event()
 
         def kill() -> None:
             killed.set()
-            self._process.kill()
+            self._kill()
 
         timer = threading.Timer(limit_s, kill)
         timer.start()
@@ -174,15 +177,22 @@ class EngineProcess:
         try:
             self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
+
+    def _kill(self) -> None:
+        """End the child, unless it has been waited for, and what it has started: a fork has the pipe for answers, too,
+        of which no end would be seen while it lives."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is not None:
-            self._process.kill()  # after an exception there is no point in waiting for the job
+            self._kill()  # after an exception there is no point in waiting for the job
         self.close()
 
 

@@ -31,6 +31,7 @@ from kvpolicy_vllm.bench.rate_kind import RateKind
 from kvpolicy_vllm.bench.recorded_prices import recorded_prices, recording_arm
 from kvpolicy_vllm.bench.resumed_inputs import digests, versions
 
+PRICES = "prices.json"
 NO_RUN = {"plan.json", "model.json"}
 """What is in the folder of a bench that has run nothing."""
 SWITCHED = "switched.json"
@@ -109,9 +110,9 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
 
 def priced(kind: Kind, cell: Cell, round_: int, at: BenchTarget, out: Path) -> dict[str, Any]:
     """What tokens cost at the batches of a cell, from a recorded run. What was found once is not recorded again."""
-    path, trace = out / "prices.json", (out / "trace").absolute()
+    path, trace = out / PRICES, (out / "trace").absolute()
     if path.exists():
-        return dict(json.loads(path.read_text()))
+        return read_back(out, path)
 
     def serve() -> None:
         shutil.rmtree(trace, ignore_errors=True)  # of a run that was interrupted
@@ -121,7 +122,7 @@ def priced(kind: Kind, cell: Cell, round_: int, at: BenchTarget, out: Path) -> d
 
     found = {"cell": dict(cell)} | recorded_prices(serve, trace)
     if found["price_ratio"] is not None:
-        write(path, found)
+        write(path, sealed(found))
     return found
 
 
@@ -158,6 +159,7 @@ def take_up(out: Path, plan: Mapping[str, Any]) -> None:
     (out / "runs").mkdir(parents=True, exist_ok=True)
     path = out / "plan.json"
     if not any((out / "runs").iterdir()):
+        (out / PRICES).unlink(missing_ok=True)  # of another bench, whose runs were removed
         write(path, sealed(plan))
         return
     before = read_back(out, path)

@@ -19,7 +19,7 @@ KINDS = {
 }
 """By vLLM's class of a KV cache group."""
 LIMIT_S = 300.0
-"""Seconds that the process may take to answer; a busy machine takes one, and a hub that answers slowly."""
+"""Seconds that the process may take to answer: it imports vLLM, and may fetch the model's configuration from a hub."""
 
 
 @dataclass(frozen=True, slots=True)

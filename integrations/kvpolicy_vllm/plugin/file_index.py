@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
-from kvpolicy_vllm.plugin.messages import FileHint, FileJob, FileReport
+from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -26,6 +26,9 @@ so long is late."""
 WARNING_EVERY_S = 60.0
 RENEWED_S = 600.0
 """How long files took counts for so long after the last load: a disk that was too slow is tried again then."""
+RECENT_LOADS = 64
+"""The time that files take is a mean by bytes, in which a load's weight falls by 1/64 with each one after it: a disk
+that becomes slow is noticed however long it was fast, though it is read all the time."""
 Count = Callable[[str, int], None]
 
 
@@ -69,11 +72,13 @@ class FileIndex:
         """Ranks that have."""
         self._numbers = 0
         self._held = 0
-        self._prompts: list[tuple[bytes, ...]] = []
-        self._hints: list[FileHint] = []
+        self._forgets = False
+        """Whether the workers have yet to hear of a reset."""
+        self._events: list[FileEvent] = []
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
         self._read_s = self._read_bytes = self._read_until_s = 0.0
+        """Seconds and bytes of loads by their weights, and when they stop counting."""
         self.worth_storing: Callable[[int], bool] = lambda blocks: True
         """Whether blocks of a chain of so many blocks are stored: where reading and loading all of them would cost more
         than computing them, none is."""
@@ -111,12 +116,16 @@ class FileIndex:
     def arrived(self, chain: Sequence[bytes]) -> None:
         """A new request has this prompt."""
         if chain:
-            self._prompts.append(tuple(self._salt + key for key in chain))
+            self._events.append(FileEvent(self._salted(chain)))
 
     def hinted(self, chain: Sequence[bytes], hints: Hints, class_name: str) -> None:
         """A request with this window came with hints, granted to this class."""
         if chain or hints.session is not None:
-            self._hints.append((tuple(self._salt + key for key in chain), hints, class_name))
+            self._events.append(FileEvent(self._salted(chain), hints, class_name))
+
+    def _salted(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Keys as the workers know them."""
+        return tuple(self._salt + key for key in keys)
 
     def saved(self, blocks: Iterable[HostBlock]) -> None:
         """These contents have come to host memory: store those that may be of use and that files do not have."""
@@ -150,7 +159,7 @@ class FileIndex:
         copy = HostCopy(0, loading=True)
         held = [block.key for block in run if isinstance(block.key, bytes)]
         self._pool.hold(copy, held)
-        keys = tuple(self._salt + key for key in held)
+        keys = self._salted(held)
         parent = None if node.parent is None else node.parent.key
         before = (self._salt + parent,) if isinstance(parent, bytes) else ()
         self._storing.update(keys)
@@ -164,7 +173,7 @@ class FileIndex:
             return False
         copy = HostCopy(0, loading=True)
         blocks = self._pool.bring(copy, count)
-        keys = tuple(self._salt + key for key in chain[first : first + count])
+        keys = self._salted(chain[first : first + count])
         under = Under(copy, keys, blocks, self._clock(), tuple(chain[: first + count]))
         self._coming.update(dict.fromkeys(keys, under))
         self._begin(under, self._loads)
@@ -202,12 +211,11 @@ class FileIndex:
                 "host slots stay in use until they do (counted as cache_blocks, event 'late')", MAX_WAIT_S, slots
             )  # fmt: skip
 
-    def take_jobs(
-        self,
-    ) -> tuple[tuple[tuple[bytes, ...], ...], tuple[FileHint, ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
-        """Keys of prompts that have arrived, hints, stores and loads, since the last call."""
-        taken = tuple(self._prompts), tuple(self._hints), tuple(self._stores), tuple(self._loads)
-        self._prompts, self._hints, self._stores, self._loads = [], [], [], []
+    def take_jobs(self) -> tuple[bool, tuple[FileEvent, ...], tuple[FileJob, ...], tuple[FileJob, ...]]:
+        """Whether there was a reset, prompts and hints after it in their order, stores and loads, since the last
+        call."""
+        taken = self._forgets, tuple(self._events), tuple(self._stores), tuple(self._loads)
+        self._forgets, self._events, self._stores, self._loads = False, [], [], []
         return taken
 
     def acknowledge(self, reports: Iterable[FileReport]) -> None:
@@ -233,7 +241,7 @@ class FileIndex:
         self._salt = uuid.uuid4().bytes
         self._there.clear()
         self._coming.clear()
-        self._prompts, self._hints = [], []
+        self._forgets, self._events = True, []
         for under in (*self._under.values(), *self._late.values()):
             under.failed.update(map(digest_of_key, under.keys))
 
@@ -274,10 +282,9 @@ class FileIndex:
         places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]
         self._pool.brought(under.chain, places, right)
         now = self._clock()
-        if now >= self._read_until_s:
-            self._read_s = self._read_bytes = 0.0
+        weight = 0.0 if now >= self._read_until_s else 1 - 1 / RECENT_LOADS
         self._read_until_s = now + RENEWED_S
-        self._read_s += now - under.began_s
-        self._read_bytes += len(done) * self._block_bytes
+        self._read_s = weight * self._read_s + now - under.began_s
+        self._read_bytes = weight * self._read_bytes + len(done) * self._block_bytes
         self._count("loaded", len(right))
         self._count("load_failed", len(done) - len(right))

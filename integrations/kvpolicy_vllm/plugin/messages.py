@@ -14,6 +14,7 @@ __all__ = [
     "NO_REQUEST",
     "NO_SLOT",
     "Direction",
+    "FileEvent",
     "FileJob",
     "FileReport",
     "Forward",
@@ -85,8 +86,17 @@ class Forward:
     """None where timing it failed."""
 
 
-FileHint = tuple[tuple[bytes, ...], Hints, str]
-"""Keys of the blocks of a request's window, the hints about it, and the class that they are granted to."""
+@dataclass(frozen=True, slots=True)
+class FileEvent:
+    """What the policy of files learns of a request: its prompt as it arrives, or what it says of its window as it
+    arrives or ends."""
+
+    keys: tuple[bytes, ...]
+    """Of the blocks of its prompt or window."""
+    hints: Hints | None = None
+    """None where the request arrives with this prompt."""
+    class_name: str = ""
+    """The class that the hints are granted to."""
 
 
 @dataclass(slots=True)
@@ -105,10 +115,11 @@ class StepJobs:
     at_once: bool = False
     """Whether another connector may write to those blocks at any time from now on: they have to be off the device
     before the worker goes on."""
-    prompts: tuple[tuple[bytes, ...], ...] = ()
-    """Keys of the blocks of requests that have arrived, for the policy of files."""
-    file_hints: tuple[FileHint, ...] = ()
-    """What requests that have arrived or ended say of their windows, for the same policy."""
+    forget_hints: bool = False
+    """Whether nobody will ask for contents of files again that hints have named before, as after a reset."""
+    file_events: tuple[FileEvent, ...] = ()
+    """Since the step before, in their order: a request may arrive before or after another one has ended the same
+    session."""
     file_prices: tuple[float, ...] = ()
     """What blocks of files save, from :func:`kvpolicy.cost.block_price.sampled`; empty where nothing has changed."""
     file_stores: tuple[FileJob, ...] = ()

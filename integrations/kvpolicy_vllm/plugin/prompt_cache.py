@@ -239,12 +239,12 @@ class PromptCache:
 
     def with_files(self, jobs: StepJobs) -> StepJobs:
         """A step's jobs, with those that concern files."""
-        prompts, hints, stores, loads = ((), (), (), ()) if self.files is None else self.files.take_jobs()
+        forgets, events, stores, loads = (False, (), (), ()) if self.files is None else self.files.take_jobs()
         prices = self._file_prices() if self._unpriced else ()
-        if not (prompts or hints or stores or loads or prices):
+        if not (forgets or events or stores or loads or prices):
             return jobs
         return replace(
-            jobs, prompts=prompts, file_hints=hints, file_prices=prices, file_stores=stores, file_loads=loads
+            jobs, forget_hints=forgets, file_events=events, file_prices=prices, file_stores=stores, file_loads=loads
         )
 
     def _file_prices(self) -> tuple[float, ...]:

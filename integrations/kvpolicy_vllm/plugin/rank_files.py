@@ -50,10 +50,13 @@ class RankFiles:
             self._last = jobs
             if jobs.file_prices:
                 self._tier.reprice(interpolated(jobs.file_prices))
-            for prompt in jobs.prompts:
-                self._tier.asked(prompt)
-            for hint in jobs.file_hints:
-                self._tier.hinted(*hint)
+            if jobs.forget_hints:
+                self._tier.forget_hints()
+            for event in jobs.file_events:
+                if event.hints is None:
+                    self._tier.asked(event.keys)
+                else:
+                    self._tier.hinted(event.keys, event.hints, event.class_name)
             for job in jobs.file_stores:
                 self._store(job)
             for job in jobs.file_loads:
