@@ -215,7 +215,7 @@ def assert_watched(base: str, folder: Path, told: dict[str, float]) -> None:
     assert named["host blocks in use"] == [f"0 of {told['host_slots_total']:g}"] and "%" in named["KV memory in use"][0]
     assert named["preemptions, as vLLM counts"] == [f"{told['preemptions_total']:g}"]
     assert named["in force"][0].startswith("policy alternating") and named["requests waiting"] == ["0"]
-    choices = [row for row in rows if len(row) == 4 and row[3].endswith("of all executed")]
+    choices = [row for row in rows if len(row) == 4 and row[3].endswith("with prices")]
     assert sum(float(row[2]) for row in choices) == told["preemptions_total"]
     decided = [row for row in rows if len(row) == 7 and row[2] in ("recompute", "swap")]
     assert len(decided) == min(DECISIONS, told["preemptions_total"])
