@@ -83,7 +83,7 @@ def test_rates_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path
     text = "sharegpt-8k?n={}&scale=0.05&context=400&class={}&priority={}"
     load = RateLoad(
         workload=f"{text.format(6, 'urgent', -1)} + {text.format(10, 'batch', 0)}",
-        rate=(20.0,),
+        rate=(200.0,),
         rounds=1,
         slo=Slo(ttft_s=60.0),
     )
