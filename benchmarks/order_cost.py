@@ -7,7 +7,9 @@ Requests that all run and decode one token in every step, in memory that they fi
 - alone: is not there, or
 - outranked: waits, does not fit, and goes after all others, or
 - in vain: goes before all others and does not fit whoever is displaced for it, or
-- not ready: goes before all others and waits for a grammar, as others do for an adapter's slot or for further input.
+- not ready: goes before all others and waits for a grammar, as others do for an adapter's slot or for further input, or
+- in prefill: goes before all others and runs, and each step computes a short part of its prompt, so that the plugin puts
+  those that decode first, and all back in the order of service afterwards.
 
 Printed is the thread's time in the plugin's functions, microseconds a step: a mean over a round's steps, as ranks are
 renewed and room is looked for in few of them, less the same of the order `fcfs` in the same situation; the least over
@@ -48,7 +50,8 @@ from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
 
 BAR_US = {300: 50.0}
 RUNNING = (64, 300, 512)
-ALONE, OUTRANKED, IN_VAIN, NOT_READY = SITUATIONS = ("alone", "outranked", "in vain", "not ready")
+SITUATIONS = ("alone", "outranked", "in vain", "not ready", "in prefill")
+ALONE, OUTRANKED, IN_VAIN, NOT_READY, IN_PREFILL = SITUATIONS
 ORDERS: dict[str, str] = {
     "urgent": "urgent",
     "mlfq:base=32": "mlfq:base=4096",
@@ -63,6 +66,8 @@ WARM_STEPS = 40
 STEPS = 64
 """Of a round: four times the longest distance between two looks."""
 COUNTED_STEPS = 64
+MAX_ROUNDS = 32
+"""A prompt in prefill has a token or more for each of their steps."""
 TIMES = ConstantTimes(2e-3, (1e-5, 2e-6, 1e-7, 1e-9, 1e-4, 1e-8), 1e-4, 2e9, 1e-6)
 
 
@@ -82,9 +87,11 @@ class Ordered(Bench):
         self._taken: list[Any] = []
         blocks = running * ((PROMPT_TOKENS + BLOCK + steps + WARM_STEPS) // BLOCK + 2) + 2 * CONTEXT // BLOCK
         settings = {"policy": "always-recompute", "order": order, "host_gib": 0.25}
+        # Of a prompt in prefill a part is left for every step.
+        chunks = {"long_prefill_token_threshold": LONG_PROMPT_TOKENS // (steps + 1)} if situation == IN_PREFILL else {}
         self.scheduler = make_scheduler(
             CONTEXT, blocks, running + 8, max(8192, running * 64), log_stats=True, scheduler_cls=SCHEDULER,
-            kv_transfer_config=transfer_config(settings),
+            kv_transfer_config=transfer_config(settings), **chunks,
         )  # fmt: skip
         for number in range(running):
             prompt = PROMPT_TOKENS + number % BLOCK
@@ -94,9 +101,12 @@ class Ordered(Bench):
         if situation != ALONE:
             last = situation == OUTRANKED
             self._add(running, LONG_PROMPT_TOKENS, CONTEXT - LONG_PROMPT_TOKENS - 1 if last else 8, 2 if last else 0)
+        if situation == IN_PREFILL:
+            super().step()  # while all of its prompt fits
+            self.running += 1
 
     def _add(self, number: int, prompt: int, outputs: int, priority: int) -> None:
-        waits = number == self.running and self.situation == NOT_READY
+        waits = self.situation == NOT_READY and number == self.running
         more: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(choice=["yes", "no"])} if waits else {}
         parameters = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, **more)
         request = Request(f"r{number:08d}", [7] * prompt, parameters, None, perf_counter(), priority=priority)
@@ -216,8 +226,8 @@ def main() -> None:
     parser.add_argument("--cpu", type=int, help="pin to this processor")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds is {options.rounds}, should be at least 1")
+    if not 1 <= options.rounds <= MAX_ROUNDS:
+        parser.error(f"--rounds is {options.rounds}, should be from 1 to {MAX_ROUNDS}")
     if options.cpu is not None:
         os.sched_setaffinity(0, {options.cpu})
     rows = [

@@ -179,24 +179,28 @@ class Admission:
         free = lowest = int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
         budget = int(self._scheduler.max_num_scheduled_tokens)
         for request, computed, new in self._running_chunks(running):
-            free -= self._growth(request, computed, new)
             budget -= new
-            lowest = min(lowest, free)
+            if growth := self._growth(request, computed, new):
+                free -= growth
+                lowest = min(lowest, free)
         # Where they run out meanwhile, vLLM preempts a request and admits nobody, whatever others give back later.
         return lowest if lowest < 0 else free, budget
 
     def _running_chunks(self, running: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
         """Those of the running requests that the next step computes, their computed tokens, and how many it adds."""
         scheduler, longest = self._scheduler, self._longest_chunk()
-        budget = scheduler.max_num_scheduled_tokens
+        budget, last = scheduler.max_num_scheduled_tokens, scheduler.max_model_len - 1
         for request in running:
             if budget <= 0:
                 break
-            if self.is_ending(request):
+            flying = request.num_output_placeholders
+            if flying and self.is_ending(request):
                 continue
             computed = request.num_computed_tokens
-            new = int(min(request.num_tokens + request.num_output_placeholders - computed, longest, budget))
-            new = self._cut(request, min(new, scheduler.max_model_len - computed - 1))
+            new = request.num_tokens + flying - computed
+            if new > 1:  # which it is not for those that decode, nearly all
+                new = int(min(new, longest, budget))
+            new = self._cut(request, min(new, last - computed))
             if new <= 0:
                 continue
             budget -= new
@@ -208,8 +212,9 @@ class Admission:
 
     def _growth(self, request: Any, computed: int, new: int) -> int:
         """Blocks that a running request takes in the step that computes ``new`` tokens of it."""
-        wanted = self._blocks(computed + new)
-        return max(0, wanted - self.held_blocks(request)) if wanted > computed // self._size else 0
+        if new == 1 and computed % self._size:  # within its last block, as nearly all that decode
+            return 0
+        return max(0, self._blocks(computed + new) - self.held_blocks(request))
 
     def _places(self) -> int:
         scheduler = self._scheduler
