@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import fields
@@ -69,6 +70,13 @@ def test_the_readme_is_short_and_begins_with_a_gain_and_where_there_is_none() ->
 def test_the_picture_is_that_of_the_figures() -> None:
     drawn = tool("gain_picture")
     assert drawn.PICTURE.read_text() == drawn.picture(drawn.PAGE.read_text())
+
+
+@pytest.mark.parametrize(("name", "key"), [("order_tables", "places"), ("regime_tables", "rows")])
+def test_tables_are_those_of_the_raw_numbers(name: str, key: str) -> None:
+    tables = tool(name)
+    page, raw = tables.PAGE.read_text(), json.loads(tables.RAW.read_text())
+    assert tables.TABLE.search(page) and tables.drawn(page, raw[key]) == page
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -40,12 +40,12 @@ def figures(page: str, machine: str) -> dict[str, dict[float, float]]:
     """Mean end-to-end time over stock vLLM's, by arm and load, of a machine's first table."""
     if not ENOUGH.search(page):
         raise SystemExit(f"{PAGE}: says nothing of load {ENOUGH_LOAD} any more")
-    table = page.split(f"\n{machine}:\n\n", 1)[1].split("\n\n", 1)[0]
+    table = page.split(f"\n{machine}:\n\n<!-- places:", 1)[1].split("\n\n", 2)[1]
     found = {arm: {ENOUGH_LOAD: 1.0} for arm in ARMS}
     for row in table.splitlines()[2:]:
         load, how, _, mean_e2e, *_ = [cell.strip() for cell in row.strip("|").split("|")]
-        order, _, arm = how.removesuffix(" *").rpartition(", ")
-        if order == f"`{ORDER}`":
+        order, _, arm = how.rpartition(", ")
+        if order == f"`{ORDER}`" and arm in ARMS:
             found[arm][float(load)] = float(mean_e2e)
     if any(tuple(values) != LOADS for values in found.values()):
         raise SystemExit(f"{PAGE}: {machine} has {found}, should have the loads {LOADS}")
