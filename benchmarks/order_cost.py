@@ -8,8 +8,8 @@ Requests that all run and decode one token in every step, in memory that they fi
 - outranked: waits, does not fit, and goes after all others, or
 - in vain: goes before all others and does not fit whoever is displaced for it, or
 - not ready: goes before all others and waits for a grammar, as others do for an adapter's slot or for further input, or
-- in prefill: goes before all others and runs, and each step computes a short part of its prompt, so that the plugin puts
-  those that decode first, and all back in the order of service afterwards.
+- in prefill: goes before all others and runs, and each step computes a short part of its prompt, so that the plugin
+  puts those that decode first, and all back in the order of service afterwards.
 
 Printed is the thread's time in the plugin's functions, microseconds a step: a mean over a round's steps, as ranks are
 renewed and room is looked for in few of them, less the same of the order `fcfs` in the same situation; the least over

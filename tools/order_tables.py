@@ -1,4 +1,4 @@
-"""Write the tables of docs/orders.md from their raw numbers, docs/orders.json: `python tools/order_tables.py [FILE ...]`.
+"""Write the tables of docs/orders.md from docs/orders.json: `python tools/order_tables.py [FILE ...]`.
 
 FILE: what `benchmarks/orders_study.py` or `benchmarks/orders_classes.py` wrote with `--json`. Its places take those of
 the same name in docs/orders.json, or are added. A table stands behind a comment that names its places, as

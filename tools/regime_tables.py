@@ -1,4 +1,4 @@
-"""Write the tables of docs/when-to-switch-on.md from docs/when-to-switch-on.json: `python tools/regime_tables.py [FILE ...]`.
+"""Write the tables of docs/when-to-switch-on.md from its raw numbers: `python tools/regime_tables.py [FILE ...]`.
 
 FILE: what `benchmarks/matrix_regimes.py` wrote with `--json`. Its regimes take the places of the same ones in that JSON
 file, or are added. A table stands behind `<!-- regimes: KIND -->` and is redrawn as a whole.
