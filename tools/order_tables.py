@@ -114,8 +114,8 @@ def arm_of(arms: Sequence[Arm], order: str, how: str, watermark: float = 0.0) ->
 
 
 def study_rows(arms: Sequence[Arm]) -> list[list[str]]:
-    """Ratios over stock vLLM; of its watermarks the best one, where it preempted at all. Always-swap is left out: the page
-    says how it compares with the learned policy."""
+    """Ratios over stock vLLM; of its watermarks the best one, where it preempted at all. The page says of always-swap
+    how it compares with the learned policy, and has no rows of it."""
     stock = arm_of(arms, "fcfs", "recompute")
     marked = [arm for arm in arms if arm["watermark"]]
     best = min(marked, key=lambda arm: mean_of(arm, "e2e_s", "mean"), default=None)
