@@ -49,7 +49,7 @@ class Hints:
 
     def __bool__(self) -> bool:
         """Whether anything is said."""
-        return self != NO_HINTS
+        return self is not NO_HINTS and self != NO_HINTS
 
 
 NO_HINTS = Hints()

@@ -16,6 +16,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 ACTION_VERSION = "1"
 """Version of the KV hint action that is read."""
+UNMARKED = Marks()
+"""What a request is that says nothing."""
 Grant = Callable[[Marks], tuple[Marks, tuple[str, ...]]]
 """Gives what a request is allowed to be, and names of what it claimed in vain."""
 
@@ -28,6 +30,8 @@ class MarkReader:
         self._grant = grant
         self._tally = tally
         self._marks: dict[str, Marks] = {}
+        self._unmarked: tuple[Marks, tuple[str, ...]] | None = None
+        """What is granted to a request that says nothing, as most do."""
         self._logged: set[str] = set()
 
     def __len__(self) -> int:
@@ -35,7 +39,7 @@ class MarkReader:
 
     def grant_by(self, grant: Grant) -> None:
         """Let requests be what ``grant`` gives them from now on; marks that were read before are read anew."""
-        self._grant = grant
+        self._grant, self._unmarked = grant, None
         self._marks.clear()
 
     def of(self, request: Any) -> Marks:
@@ -67,10 +71,17 @@ class MarkReader:
         # The boundary between a client and a server: whatever was sent, the request is served.
         except Exception:  # noqa: BLE001
             said = self._refuse(request, "error")
-        granted, vain = self._grant(said)
+        granted, vain = self._granted(said)
         for mark in vain:
             self._tally.add("clamped_marks", mark=mark)
         return granted
+
+    def _granted(self, said: Marks) -> tuple[Marks, tuple[str, ...]]:
+        if said != UNMARKED:
+            return self._grant(said)
+        if self._unmarked is None:
+            self._unmarked = self._grant(said)
+        return self._unmarked
 
     def _refuse(self, request: Any, reason: str) -> Marks:
         self._tally.add("invalid_marks", reason=reason)
