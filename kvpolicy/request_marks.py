@@ -69,6 +69,10 @@ class Marks:
     hints: Hints = NO_HINTS
 
 
+NO_MARKS = Marks()
+"""Of a request that says nothing and has vLLM's default priority."""
+
+
 class InvalidMarks(KVPolicyError):
     """Marks that cannot be read. ``reason``: one of :data:`REASONS`, never a text that a client sent."""
 
@@ -97,7 +101,7 @@ REASONS: Mapping[str, str] = {
 def read_marks(said: Any, priority: int = 0) -> Marks:
     """The marks that a client sent, as they are. None stands for nothing said. Raises :class:`InvalidMarks`."""
     if said is None:
-        return Marks(priority=priority)
+        return Marks(priority=priority) if priority else NO_MARKS
     if not isinstance(said, dict):
         raise InvalidMarks("type")
     if len(said) > len(NAMES) or any(name not in NAMES for name in said):

@@ -90,16 +90,16 @@ class Returns:
 
     def _age(self) -> None:
         """One visit reaches each level with every prompt."""
-        reached = self._reached
+        now, aging, reached = self._prompts, self._aging, self._reached
         for level, age in REACHED:
-            visit = self._aging.get(self._prompts - age)
+            visit = aging.get(now - age)
             if visit is None:  # nor was there a prompt before
                 break
             visit.level = level
             for name, count in visit.blocks.items():
                 if count:
                     reached[name][level] += count
-        self._aging.pop(self._prompts - REACHED[-1][1], None)
+        aging.pop(now - REACHED[-1][1], None)
 
     def _fit(self) -> None:
         returned, reached = _totals(self._returned), _totals(self._reached)

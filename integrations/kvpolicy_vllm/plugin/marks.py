@@ -9,15 +9,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpolicy.request_marks import KEY, REASONS, InvalidMarks, Marks, read_marks
+from kvpolicy.request_marks import KEY, NO_MARKS, REASONS, InvalidMarks, Marks, read_marks
 from kvpolicy_vllm.plugin.observers import Tally
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 ACTION_VERSION = "1"
 """Version of the KV hint action that is read."""
-UNMARKED = Marks()
-"""What a request is that says nothing."""
 Grant = Callable[[Marks], tuple[Marks, tuple[str, ...]]]
 """Gives what a request is allowed to be, and names of what it claimed in vain."""
 
@@ -77,7 +75,7 @@ class MarkReader:
         return granted
 
     def _granted(self, said: Marks) -> tuple[Marks, tuple[str, ...]]:
-        if said != UNMARKED:
+        if said is not NO_MARKS:
             return self._grant(said)
         if self._unmarked is None:
             self._unmarked = self._grant(said)
