@@ -49,7 +49,7 @@ class Hints:
 
     def __bool__(self) -> bool:
         """Whether anything is said."""
-        return self != NO_HINTS
+        return self is not NO_HINTS and self != NO_HINTS
 
 
 NO_HINTS = Hints()
@@ -67,6 +67,10 @@ class Marks:
     tpot_s: float | None = None
     """Seconds per output token after the first; None: no deadline."""
     hints: Hints = NO_HINTS
+
+
+NO_MARKS = Marks()
+"""Of a request that says nothing and has vLLM's default priority."""
 
 
 class InvalidMarks(KVPolicyError):
@@ -97,7 +101,7 @@ REASONS: Mapping[str, str] = {
 def read_marks(said: Any, priority: int = 0) -> Marks:
     """The marks that a client sent, as they are. None stands for nothing said. Raises :class:`InvalidMarks`."""
     if said is None:
-        return Marks(priority=priority)
+        return Marks(priority=priority) if priority else NO_MARKS
     if not isinstance(said, dict):
         raise InvalidMarks("type")
     if len(said) > len(NAMES) or any(name not in NAMES for name in said):

@@ -35,6 +35,30 @@ def class_of(turn: int, uses: int, blocks: int) -> Class:
     return min(MAX_CLASS, turn.bit_length()), min(MAX_CLASS, uses.bit_length()), blocks.bit_length()
 
 
+def _turn(records: Sequence[Record]) -> int:
+    """Of a prompt with these blocks: the last one that was asked for before says whose next turn it is."""
+    asked = 0
+    for record in records:
+        if not record.uses:
+            break
+        asked += 1
+    return records[asked - 1].turn + 1 if asked else 1
+
+
+def _alike(records: Sequence[Record]) -> list[list[Record]]:
+    """Blocks in a row with one history, as those of a shared prefix have, together: what is learned of them, and their
+    new class, is the same."""
+    runs: list[list[Record]] = []
+    uses, visit, name = -1, None, None
+    for record in records:
+        if record.uses == uses and (not uses or (record.visit is visit and record.name == name)):
+            runs[-1].append(record)
+        else:
+            uses, name, visit = record.uses, record.name, record.visit if record.uses else None
+            runs.append([record])
+    return runs
+
+
 class ByCost(CachingPolicy):
     """Gives up the block with the lowest product of :meth:`Returns.rate` and its price.
 
@@ -72,21 +96,18 @@ class ByCost(CachingPolicy):
         self._price = price
 
     def asked(self, chain: Chain, hits: int) -> None:
-        records = [self._record(key, position) for position, key in enumerate(chain)]
-        turn = 1
-        for record in records:  # the last block that was asked for before says whose next turn this is
-            if not record.uses:
-                break
-            turn = record.turn + 1
+        records = self._records(chain)
+        turn = _turn(records)
         if records:
             records[-1].turn = turn
         counts: dict[Class, int] = {}
-        for record in records:
-            if record.uses:
-                self._returns.returned(record.visit, record.name)
-            record.uses += 1
-            record.name = class_of(turn, record.uses, len(chain))
-            counts[record.name] = counts.get(record.name, 0) + 1
+        for run in _alike(records):
+            uses, name = run[0].uses + 1, class_of(turn, run[0].uses + 1, len(chain))
+            if run[0].uses:
+                self._returns.returned(run[0].visit, run[0].name, len(run))
+            counts[name] = counts.get(name, 0) + len(run)
+            for record in run:
+                record.uses, record.name = uses, name
         visit = self._returns.visit(counts)
         for record in records:
             record.visit = visit
@@ -105,6 +126,16 @@ class ByCost(CachingPolicy):
                 self._returns.join(visit, name)
         record = self._record(chain[-1], len(chain) - 1)
         record.turn = turn
+
+    def _records(self, chain: Chain) -> list[Record]:
+        """Of each block, by :meth:`_record`, written out: a prompt may have many blocks."""
+        there, gone, records = self._there, self._gone, []
+        for position, key in enumerate(chain):
+            record = there.get(key) or gone.get(key)
+            if record is None:
+                record = gone[key] = Record(position)
+            records.append(record)
+        return records
 
     def _record(self, key: Key, position: int) -> Record:
         found = self._known(key)

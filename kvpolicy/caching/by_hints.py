@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
 
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
@@ -35,6 +35,10 @@ class HintCounts:
     """Held back no longer, since their class asked for others and holds as much as it may."""
     released: int = 0
     """To be evicted first: of a request that is not repeated, or of a session that is over."""
+
+
+EVENTS = tuple(field.name for field in fields(HintCounts))
+"""What may become of the hints about a block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ holds does not decide what it learns.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from math import ceil
 
 Class = Hashable
 LEVELS = 24
@@ -16,6 +17,8 @@ FIRST_AGE = 8.0
 """Age at which level 1 begins, prompts; that of each further level is the square root of 2 times as high."""
 STARTS: tuple[float, ...] = (0.0, *(FIRST_AGE * 2 ** (level / 2) for level in range(LEVELS - 1)))
 """Age at which each level begins, prompts."""
+REACHED = tuple(enumerate(map(ceil, STARTS)))[1:]
+"""Each level but the first, with the whole number of prompts after which a visit is of that level."""
 PRIOR_BLOCKS = 20.0
 """Blocks that the average over all classes counts for in each of them."""
 PRIOR_SHARE = 0.01
@@ -45,16 +48,16 @@ class Returns:
         self._prompts = 0
         self._reached: dict[Class, list[float]] = {}
         self._returned: dict[Class, list[float]] = {}
-        self._rates: Mapping[Class, tuple[float, ...]] = {}
-        self._average: tuple[float, ...] = best_rates([PRIOR_SHARE] * LEVELS)
-        self._aging: tuple[deque[Visit], ...] = tuple(deque() for _ in range(LEVELS))
-        """Visits by level, oldest first."""
+        self._rates: Mapping[Class, Rates] = {}
+        self._average = Rates(lambda: [PRIOR_SHARE] * LEVELS)
+        self._aging: dict[int, Visit] = {}
+        """Visits that have not reached the last level, by prompt."""
 
     def visit(self, blocks: dict[Class, int]) -> Visit:
         """A prompt asks for blocks of these classes. Call :meth:`returned` first for those asked for before."""
         self._prompts += 1
         now = Visit(self._prompts, blocks)
-        self._aging[0].append(now)
+        self._aging[now.at] = now
         for name, count in blocks.items():
             self._counts(self._reached, name)[0] += count
         self._age()
@@ -76,43 +79,35 @@ class Returns:
         visit.level = LEVELS - 1
         return visit
 
-    def returned(self, visit: Visit, name: Class) -> None:
-        """A block of that visit, of class ``name``, is asked for again."""
-        visit.blocks[name] -= 1
-        self._counts(self._returned, name)[visit.level] += 1
+    def returned(self, visit: Visit, name: Class, blocks: int = 1) -> None:
+        """So many blocks of that visit, of class ``name``, are asked for again."""
+        visit.blocks[name] -= blocks
+        self._counts(self._returned, name)[visit.level] += blocks
 
     def rate(self, visit: Visit, name: Class) -> float:
         """Returns per prompt that a block of that visit, of class ``name``, promises from now on."""
         return self._rates.get(name, self._average)[visit.level]
 
     def _age(self) -> None:
-        for level in range(LEVELS - 1):
-            aging, end = self._aging[level], self._prompts - STARTS[level + 1]
-            while aging and aging[0].at <= end:
-                visit = aging.popleft()
-                visit.level = level + 1
-                self._aging[level + 1].append(visit)
-                for name, count in visit.blocks.items():
-                    self._counts(self._reached, name)[level + 1] += count
-        last = self._aging[-1]
-        while last and last[0].at <= self._prompts - 2 * STARTS[-1]:
-            last.popleft()
+        """One visit reaches each level with every prompt."""
+        now, aging, reached = self._prompts, self._aging, self._reached
+        for level, age in REACHED:
+            visit = aging.get(now - age)
+            if visit is None:  # nor was there a prompt before
+                break
+            visit.level = level
+            for name, count in visit.blocks.items():
+                if count:
+                    reached[name][level] += count
+        aging.pop(now - REACHED[-1][1], None)
 
     def _fit(self) -> None:
-        totals = [
-            [sum(counts[level] for counts in table.values()) for level in range(LEVELS)]
-            for table in (self._returned, self._reached)
-        ]
-        pooled = [(back + 10 * PRIOR_SHARE) / (there + 10) for back, there in zip(*totals, strict=True)]
-        self._average = best_rates(pooled)
+        returned, reached = _totals(self._returned), _totals(self._reached)
+        pooled = [(back + 10 * PRIOR_SHARE) / (there + 10) for back, there in zip(returned, reached, strict=True)]
+        self._average = Rates(lambda: pooled)
         rates = {}
-        for name, reached in self._reached.items():
-            returned = self._counts(self._returned, name)
-            shares = [
-                min(1.0, (back + PRIOR_BLOCKS * share) / (there + PRIOR_BLOCKS))
-                for back, there, share in zip(returned, reached, pooled, strict=True)
-            ]
-            rates[name] = best_rates(shares)
+        for name, there in self._reached.items():
+            rates[name] = Rates(partial(_smoothed, [*self._counts(self._returned, name)], [*there], pooled))
         self._rates = rates
 
     @staticmethod
@@ -123,21 +118,49 @@ class Returns:
         return counts
 
 
-def best_rates(shares: list[float]) -> tuple[float, ...]:
-    """By level, the largest rate of return that keeping a block up to some age can have:
+def _totals(table: Mapping[Class, Sequence[float]]) -> Sequence[float]:
+    """By level, the sum over all classes."""
+    return [sum(counts) for counts in zip(*table.values(), strict=True)] or [0.0] * LEVELS
+
+
+def _smoothed(returned: Sequence[float], reached: Sequence[float], pooled: Sequence[float]) -> list[float]:
+    """By level, the share of a class's blocks that is asked for again. ``pooled``: that of all classes."""
+    return [
+        min(1.0, (back + PRIOR_BLOCKS * share) / (there + PRIOR_BLOCKS))
+        for back, there, share in zip(returned, reached, pooled, strict=True)
+    ]
+
+
+class Rates(dict[int, float]):
+    """:func:`best_rate` by level, each found when it is first asked for: most levels of most classes never are.
+
+    ``shares``: gives those of a class, as they were when it was fitted.
+    """
+
+    def __init__(self, shares: Callable[[], Sequence[float]]) -> None:
+        super().__init__()
+        self._find_shares = shares
+        self._shares: Sequence[float] = ()
+
+    def __missing__(self, level: int) -> float:
+        if not self._shares:
+            self._shares = self._find_shares()
+        rate = self[level] = best_rate(self._shares, level)
+        return rate
+
+
+def best_rate(shares: Sequence[float], level: int) -> float:
+    """The largest rate of return that keeping a block of that level up to some age can have:
 
         max over T of P(asked for before T) / E(prompts until it is asked for, at most up to T)
 
     which is Gittins' index of keeping it. ``shares``: of the blocks that reach a level, those asked for in it.
     """
-    found = []
-    for level in range(LEVELS):
-        there, back, prompts, best = 1.0, 0.0, 0.0, 0.0
-        for later in range(level, LEVELS):
-            length = STARTS[later + 1] - STARTS[later] if later + 1 < LEVELS else STARTS[later]
-            back += there * shares[later]
-            prompts += there * length * (1.0 - shares[later] / 2)
-            there *= 1.0 - shares[later]
-            best = max(best, back / prompts)
-        found.append(best)
-    return tuple(found)
+    there, back, prompts, best = 1.0, 0.0, 0.0, 0.0
+    for later in range(level, LEVELS):
+        length = STARTS[later + 1] - STARTS[later] if later + 1 < LEVELS else STARTS[later]
+        back += there * shares[later]
+        prompts += there * length * (1.0 - shares[later] / 2)
+        there *= 1.0 - shares[later]
+        best = max(best, back / prompts)
+    return best

@@ -87,15 +87,33 @@ class Tree:
         return len(self._nodes)
 
     def nodes(self, chain: Chain) -> list[Node]:
-        """The node of each block of a chain. O(its blocks)."""
-        found: list[Node] = []
-        parent: Node | None = None
-        for key in chain:
-            node = self._nodes.get(key)
-            if node is None:
-                node = self._nodes[key] = Node(key, parent)
-            if node.reach < len(chain):
-                node.reach = len(chain)
-            found.append(node)
-            parent = node
+        """The node of each block of a chain. O(its blocks), of which only those that nobody holds are looked up: the
+        last one that is there has all before it."""
+        known, last = len(chain), None
+        while known and (last := self._nodes.get(chain[known - 1])) is None:
+            known -= 1
+        _reach(last, len(chain))
+        found = _up_to(last)
+        for key in chain[known:]:
+            last = self._nodes[key] = Node(key, last)
+            last.reach = len(chain)
+            found.append(last)
         return found
+
+
+def _reach(last: Node | None, blocks: int) -> None:
+    """A block was seen in a chain of so many blocks, and so were those before it, none of which reaches less far."""
+    node = last
+    while node is not None and node.reach < blocks:
+        node.reach = blocks
+        node = node.parent
+
+
+def _up_to(last: Node | None) -> list[Node]:
+    """The nodes of the chain that ends with this one."""
+    found, node = [], last
+    while node is not None:
+        found.append(node)
+        node = node.parent
+    found.reverse()
+    return found

@@ -122,15 +122,16 @@ class HostStore:
             return
         if asked < len(chain):
             self.cache.extended(chain, asked)
+        by_key, watched = self._by_key, self.watched
         for node, place in zip(self._tree.nodes(chain), places, strict=False):
-            block = self._by_key.get(node.key)
+            block = by_key.get(node.key)
             if block is None:
-                block = self._by_key[node.key] = HostBlock(node.key, place, [], node=node)
+                block = by_key[node.key] = HostBlock(node.key, place, [], node=node)
             elif block.node is None:
                 block.node = node
                 if block.slot is not None:
                     self._tell_stored(block)
-            if self.watched.get(block.place) is not block:
+            if watched.get(block.place) is not block:
                 block.place = place
                 self._watch(block)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -132,3 +133,31 @@ def test_a_part_of_a_chain_has_the_places_of_the_whole() -> None:
     policy.stored(whole[:3], [0, 1, 2])
     policy.stored(whole[2:], [1, 2, 3])
     assert [policy._there[key].position for key in whole] == whole
+
+
+def test_every_block_is_counted_with_the_last_prompt_that_asked_for_it() -> None:
+    """Prompts that leave a shared prefix at different places: what their last visits count is what there is of them."""
+    rng, policy = random.Random(3), ByCost(1000)
+    prefix = [f"p{position}" for position in range(30)]
+    for number in range(300):
+        at = rng.choice((1, 3, 7, 30, 30, 30))
+        chain = [*prefix[:at], *(f"{number} {position}" for position in range(rng.randint(1, 3)))]
+        policy.asked(chain, 0)
+        policy.extended([*chain, f"{number} answer"], len(chain))
+    counted = Counter((id(one.visit), one.name) for one in policy._gone.values())
+    visits = {id(one.visit): one.visit for one in policy._gone.values()}
+    left = {(number, name): count for number, one in visits.items() for name, count in one.blocks.items() if count}
+    assert left == counted
+    assert policy._gone["p0"].uses == 300 and len({policy._gone[key].uses for key in prefix}) == 4
+
+
+def test_blocks_of_a_prompt_with_other_histories_are_counted_apart() -> None:
+    """Eight that a prompt asked for, two that were generated behind a part of it, and two that nobody asked for."""
+    policy, chain = ByCost(100), "abcdefghijkl"
+    policy.asked(chain[:8], 0)
+    policy.extended(chain[:10], 3)
+    policy.stored(chain, [10, 11])
+    visits = [record.visit for key in chain if (record := policy._known(key)) is not None]
+    assert len({id(visit) for visit in visits}) == 3 and sum(sum(visit.blocks.values()) for visit in visits[9:]) == 12
+    policy.asked(chain, 0)
+    assert not any(count for visit in visits for count in visit.blocks.values())

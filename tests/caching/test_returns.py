@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvpolicy.caching.returns import FIT_EVERY, LEVELS, STARTS, Returns, Visit, best_rates
+from kvpolicy.caching.returns import FIT_EVERY, LEVELS, STARTS, Returns, Visit, best_rate
 
 
 def test_the_rate_is_that_of_the_best_age_to_stop_at() -> None:
     """All return in level 3 and none before: waiting for it from level 2 on is better than from level 0 on."""
     shares = [0.0] * LEVELS
     shares[3] = 1.0
-    rates = best_rates(shares)
+    rates = [best_rate(shares, level) for level in range(LEVELS)]
     length = STARTS[4] - STARTS[3]
     assert rates[3] == pytest.approx(1 / (length / 2))
     assert rates[0] == pytest.approx(1 / (STARTS[3] + length / 2)) and rates[2] > rates[0]
@@ -39,8 +39,8 @@ def test_what_has_returned_before_is_no_part_of_what_reaches_an_age() -> None:
     first, second = STARTS[1], STARTS[2] - STARTS[1]
     through_one = 0.5 / (0.75 * first)
     through_both = (0.5 + 0.25) / (0.75 * first + 0.5 * 0.75 * second)
-    assert best_rates(shares)[0] == pytest.approx(max(through_one, through_both))
-    assert best_rates(shares)[1] == pytest.approx(0.5 / (0.75 * second))
+    assert best_rate(shares, 0) == pytest.approx(max(through_one, through_both))
+    assert best_rate(shares, 1) == pytest.approx(0.5 / (0.75 * second))
 
 
 def test_blocks_that_are_back_do_not_grow_old() -> None:
@@ -57,3 +57,26 @@ def test_blocks_that_are_back_do_not_grow_old() -> None:
     left = visits[-80]
     assert left.blocks == {"a": 1}
     assert returns.rate(left, "a") > 1 / 80
+
+
+def test_a_visit_is_of_the_last_level_that_its_age_reaches() -> None:
+    returns, ages = Returns(), range(int(STARTS[-1]) + 2)
+    visits = [returns.visit({"a": 1}) for _ in ages]
+    for age in ages:
+        assert visits[-1 - age].level == max(level for level in range(LEVELS) if STARTS[level] <= age)
+
+
+def test_rates_are_those_of_the_last_evaluation_whenever_they_are_asked_for() -> None:
+    """Of two that count the same, one is asked before returns come that the other has seen when it is asked."""
+    early, late = Returns(), Returns()
+    for returns in (early, late):
+        visits = [returns.visit({"a": 4}) for _ in range(2 * FIT_EVERY)]
+    levels = range(LEVELS)
+    rates = [early._rates["a"][level] for level in levels]
+    for visit in visits:
+        late.returned(visit, "a", 4)
+        late.join(visit, "a")
+    assert [late._rates["a"][level] for level in levels] == rates
+    for _ in range(FIT_EVERY):
+        late.visit({"a": 4})
+    assert [late._rates["a"][level] for level in levels] != rates

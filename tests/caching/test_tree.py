@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvpolicy.caching.tree import Tree
+import random
+
+from kvpolicy.caching.tree import Node, Tree
 
 
 def test_chains_share_their_beginning() -> None:
@@ -46,3 +48,20 @@ def test_a_long_chain_is_let_go_of() -> None:
     assert last.chain[0] == 0
     del last
     assert len(tree) == 0
+
+
+def test_a_chain_has_the_nodes_that_somebody_holds() -> None:
+    """Chains that share beginnings, parts of which nobody holds any more."""
+    rng, tree = random.Random(5), Tree()
+    held: list[list[Node]] = []
+    for _ in range(2000):
+        word = "".join(rng.choice("ab") for _ in range(rng.randint(1, 6)))
+        chain = [word[:length] for length in range(1, len(word) + 1)]
+        before = {node.key: node for nodes in held for node in nodes}
+        nodes = tree.nodes(chain)
+        assert [node.key for node in nodes] == chain
+        assert [node.parent for node in nodes] == [None, *nodes[:-1]]
+        assert all(before.get(node.key, node) is node and node.reach >= len(chain) for node in nodes)
+        held.append(nodes)
+        if len(held) > 5:
+            del held[rng.randrange(5)]

@@ -45,10 +45,10 @@ def test_what_a_request_is_is_read_once_and_forgotten_at_its_end() -> None:
 
 def test_what_was_read_is_read_anew_once_more_is_granted() -> None:
     marks = MarkReader(Classes().grant, Tally())
-    one = request({"class": "chat"})
-    assert marks.of(one).class_name == "default"
-    marks.grant_by(CLASSES.grant)
-    assert marks.of(one) == Marks("chat", 0, 0.5)
+    one, unmarked = request({"class": "chat"}), request(name="unmarked")
+    assert marks.of(one).class_name == "default" and marks.of(unmarked) == Marks()
+    marks.grant_by(Classes.parse("chat:ttft=0.5+default:ttft=2").grant)
+    assert marks.of(one) == Marks("chat", 0, 0.5) and marks.of(unmarked) == Marks("default", 0, 2.0)
 
 
 def test_its_row_has_what_was_granted() -> None:

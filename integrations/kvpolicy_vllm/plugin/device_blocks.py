@@ -21,10 +21,11 @@ def given_away(output: Any, unlisted: Iterable[int], pool: HostStore, blocks: An
     """
     taken = [unlisted, *(request.block_ids[0] for request in output.scheduled_new_reqs)]
     taken += [groups[0] for groups in output.scheduled_cached_reqs.new_block_ids if groups]
+    watched = pool.watched
     for block_ids in taken:
         for block_id in block_ids:
-            key = pool.key_at(block_id)
-            if key is not None and key != blocks[block_id].block_hash:
+            content = watched.get(block_id)
+            if content is not None and content.key is not None and content.key != blocks[block_id].block_hash:
                 yield block_id
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpolicy.request_marks import KEY, REASONS, InvalidMarks, Marks, read_marks
+from kvpolicy.request_marks import KEY, NO_MARKS, REASONS, InvalidMarks, Marks, read_marks
 from kvpolicy_vllm.plugin.observers import Tally
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -28,6 +28,8 @@ class MarkReader:
         self._grant = grant
         self._tally = tally
         self._marks: dict[str, Marks] = {}
+        self._unmarked: tuple[Marks, tuple[str, ...]] | None = None
+        """What is granted to a request that says nothing, as most do."""
         self._logged: set[str] = set()
 
     def __len__(self) -> int:
@@ -35,7 +37,7 @@ class MarkReader:
 
     def grant_by(self, grant: Grant) -> None:
         """Let requests be what ``grant`` gives them from now on; marks that were read before are read anew."""
-        self._grant = grant
+        self._grant, self._unmarked = grant, None
         self._marks.clear()
 
     def of(self, request: Any) -> Marks:
@@ -67,10 +69,17 @@ class MarkReader:
         # The boundary between a client and a server: whatever was sent, the request is served.
         except Exception:  # noqa: BLE001
             said = self._refuse(request, "error")
-        granted, vain = self._grant(said)
+        granted, vain = self._granted(said)
         for mark in vain:
             self._tally.add("clamped_marks", mark=mark)
         return granted
+
+    def _granted(self, said: Marks) -> tuple[Marks, tuple[str, ...]]:
+        if said is not NO_MARKS:
+            return self._grant(said)
+        if self._unmarked is None:
+            self._unmarked = self._grant(said)
+        return self._unmarked
 
     def _refuse(self, request: Any, reason: str) -> Marks:
         self._tally.add("invalid_marks", reason=reason)

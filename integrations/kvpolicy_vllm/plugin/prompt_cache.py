@@ -6,13 +6,13 @@ Imports no vLLM: everything is read from the scheduler object.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
+from kvpolicy.caching.by_hints import EVENTS
 from kvpolicy.caching.fallback import Guarded
 from kvpolicy.cost.block_price import RENEWED_STEPS, block_price, sampled
 from kvpolicy.events import Cause
@@ -118,21 +118,24 @@ class PromptCache:
 
     def arrived(self, request: Any) -> None:
         """A new request: the policy learns what is asked for."""
-        prompt = [self._key_of(value) for value in request.block_hashes]
+        prompt = self._keys(request, 0, len(request.block_hashes))
         self._asked_blocks[request.request_id] = len(prompt)
         self._copies.pool.asked(prompt)
         if self.files is not None:
             self.files.arrived(prompt)
-        self._heed_hints(request, prompt)
+        self._heed_hints(request)
 
-    def _heed_hints(self, request: Any, chain: Sequence[bytes]) -> None:
+    def _heed_hints(self, request: Any) -> None:
         """Let the policy know what the request says of its window."""
         if not isinstance(self._copies.pool.cache, Hinted):
             return
         try:
             marks = self._marks.of(request)
+            if not marks.hints:
+                return
+            chain = self._keys(request, 0, len(request.block_hashes))
             self._copies.pool.hinted(chain, marks.hints, marks.class_name)
-            if self.files is not None and marks.hints:
+            if self.files is not None:
                 self.files.hinted(chain, marks.hints, marks.class_name)
         # The boundary between clients and a server: a hint that cannot be heeded is none.
         except Exception:  # noqa: BLE001
@@ -144,15 +147,19 @@ class PromptCache:
         if self._scheduler is None or request.request_id in self._stale:
             return
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-        computed = blocks[: request.num_computed_tokens // self._size]
-        hashed = [*takewhile(lambda block: block.block_hash is not None, computed)]
+        chain, places = [], []
+        for block in blocks[: request.num_computed_tokens // self._size]:
+            key = block.block_hash
+            if key is None:
+                break
+            chain.append(key)
+            places.append(block.block_id)
         asked = self._asked_blocks.get(request.request_id, 0)
-        chain = [block.block_hash for block in hashed]
         chain = chain[: self._copies.pool.wanted(chain, self._marks.of(request).hints)]
-        self._copies.pool.given_back(chain, [block.block_id for block in hashed], min(asked, len(chain)))
+        self._copies.pool.given_back(chain, places, min(asked, len(chain)))
 
     def ended(self, request: Any) -> None:
-        self._heed_hints(request, [self._key_of(value) for value in request.block_hashes])
+        self._heed_hints(request)
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
@@ -284,8 +291,10 @@ class PromptCache:
 
     def _count_hints(self) -> None:
         cache = self._copies.pool.cache
-        for event, blocks in asdict(cache.counts).items() if isinstance(cache, Hinted) else ():
-            before = self._hinted.get(event, 0)
+        if not isinstance(cache, Hinted):
+            return
+        for event in EVENTS:
+            blocks, before = getattr(cache.counts, event), self._hinted.get(event, 0)
             if blocks > before:
                 self._tally.add("hinted_blocks", blocks - before, event=event)
                 self._hinted[event] = blocks
