@@ -16,7 +16,8 @@ BY_NAME = {remedy.name: remedy for remedy in REMEDIES}
 def arguments(extra: dict[str, Any] | None = None, **values: Any) -> Any:
     options = {"policy": "cheapest:mine", **(extra or {})}
     transfer = SimpleNamespace(kv_connector="KVPolicyConnector", kv_connector_extra_config=options)
-    return SimpleNamespace(kv_transfer_config=transfer, **values)
+    model = SimpleNamespace(max_model_len=4096)
+    return SimpleNamespace(kv_transfer_config=transfer, create_model_config=lambda: model, **values)
 
 
 def settings(changed: Any) -> dict[str, Any]:
@@ -34,6 +35,14 @@ def test_drafts_may_stay_without_asynchronous_scheduling() -> None:
     asked = arguments(async_scheduling=None, speculative_config={"method": "ngram"}, kv_cache_dtype="int8_per_token")
     assert helping(asked, lambda changed: changed.async_scheduling is False) == ["--no-async-scheduling"]
     assert helping(asked, lambda changed: changed.kv_cache_dtype == "auto") == ["--kv-cache-dtype auto"]
+
+
+def test_drafts_may_stay_with_as_many_tokens_in_a_step_as_the_model_is_long() -> None:
+    """Without drafts that helps nobody, and is not tried."""
+    values: dict[str, Any] = {"max_num_batched_tokens": 128, "pipeline_parallel_size": 2}
+    for drafts, helps in (({"method": "mtp"}, ["--max-num-batched-tokens 4096"]), (None, [])):
+        asked = arguments(speculative_config=drafts, **values)
+        assert helping(asked, lambda changed: changed.max_num_batched_tokens == 4096) == helps
 
 
 def test_one_change_is_tried_at_a_time_and_none_stays() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma4Config, MistralConfig
 
 from kvpolicy.settings import ServerSettings
@@ -159,6 +160,28 @@ def test_a_drafters_layers_are_in_the_same_blocks(
     (group,) = beside["groups"]
     assert group["layers"] == features.LAYERS + layers
     assert beside["block_bytes"] * features.LAYERS == alone["block_bytes"] * (features.LAYERS + layers)
+
+
+@pytest.mark.feature("speculation on MLA in steps below the model's length", refused=True)
+def test_drafts_beside_prompts_that_fit_into_no_step(tmp_path: Path) -> None:
+    """vLLM computes these prompts whole, also without kvpolicy, and such a one waits forever. Its default for a server,
+    2,048 tokens in a step, is too few, too. In a process of its own, as every check is."""
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM computes these prompts in chunks on this machine")
+    families.skip_unless_served(families.FAMILIES["deepseek-v3"])
+    model = str(families.make("deepseek-v3", tmp_path / "model"))
+    drafts = json.dumps(features.further_latent_layer(tmp_path, Path(model))["speculative_config"])
+    flags, few = ("--dtype", "bfloat16", "--max-model-len", "4096"), ("--max-num-batched-tokens", "128")
+    drafting = (*flags, "--speculative-config", drafts)
+    with EngineProcess("kvpolicy_vllm.check.lay_out") as process:
+        for given, tokens in (((), "2048"), (few, "128")):
+            found = asked(process, model, *drafting, *given)
+            assert f"at most {tokens} tokens in a step" in found["refused"]
+            assert "Give --max-num-batched-tokens 4096" in found["refused"]
+            assert found["helps"] == ["--max-num-batched-tokens 4096", "no --speculative-config"]
+        assert not asked(process, model, *flags, *few)["refused"], "without drafts"
+        enough = asked(process, model, *drafting, "--max-num-batched-tokens", "4096")
+        assert enough["refused"] == enough["not_laid_out"] == "" and enough["groups"]
 
 
 @pytest.mark.feature("a cache of prompts over windows, states or several KV cache groups", refused=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import pytest
 from tests.vllm import harness
 from tests.vllm.conftest import PLENTY, SCARCE, job
 from tests.vllm.test_connectors_beside import beside
+from tests.vllm.test_server import ROUNDS, by_label, complete, metrics, server, settled, wait_until
 
 PROMPT, OUTPUT = 150, 150
 BOUNDARY, INSIDE, LATER = 256, 229, 291
@@ -29,6 +31,10 @@ CASES: dict[str, dict[str, Any]] = {
     "twice": {"tokens": [INSIDE, LATER], "kind": "swap"},
 }
 IN_PREFILL = 64
+CLIENTS = 16
+"""Of a server whose memory holds some ten of their requests."""
+LOADED_BESIDE = "Inject KV cache of "
+"""What vLLM's example of a connector logs at every load."""
 LMCACHE = "KVPOLICY_LMCACHE"
 """Names a folder that LMCache was installed to without most of its dependencies."""
 
@@ -118,6 +124,41 @@ def test_beside_a_connector_that_stores_prompts(model: str, tmp_path: Path) -> N
     first, reference = result["cases"]["first"], result["cases"]["undisturbed"]
     assert first["tokens"] == reference["tokens"]
     harness.assert_nothing_left(result)
+
+
+@pytest.mark.feature("beside ExampleConnector")
+@pytest.mark.feature("MultiConnector")
+def test_a_server_with_a_connector_of_ones_own(model: str, tmp_path: Path) -> None:
+    """`kvpolicy serve`, which checks the flags before, with `--kv-transfer-config` of another connector. Each request
+    alone first, whose prompt the other connector stores, then all at once in too little memory: prompts are loaded by
+    that one and victims by ours, and everybody says the same."""
+    stored, log = tmp_path / "stored", tmp_path / "server.log"
+    options = ("--policy", "always-swap", "--host-gib", "0.25", "--no-enable-prefix-caching")
+    given = ("--kv-transfer-config", json.dumps(example(stored)))
+    with server(model, tmp_path, *options, *given, checked=True) as (base, _):
+        assert "could not be looked at beforehand" not in log.read_text()
+        alone = [said(base, seed) for seed in range(CLIENTS)]
+        assert metrics(base)["preemptions_total"] == 0 and LOADED_BESIDE not in log.read_text()
+        for _ in range(ROUNDS):
+            with ThreadPoolExecutor(CLIENTS) as pool:
+                assert list(pool.map(lambda seed: said(base, seed), range(CLIENTS))) == alone
+            wait_until(lambda: settled(metrics(base)), lambda: f"the metrics do not settle: {metrics(base)}")
+            if metrics(base)["loaded_tokens_total"]:
+                break
+        result, by_direction = metrics(base), by_label(base, "copy_bytes_total")
+    assert result["resumed_total"] == result["preemptions_total"] >= 1 and result["loaded_tokens_total"] > 0
+    assert by_direction['direction="save"'] > 0 and by_direction['direction="load"'] > 0
+    assert result["host_slots_used"] == 0 and result["open_preemptions"] == 0
+    prompts = len(list(stored.iterdir()))
+    assert CLIENTS // 2 <= prompts <= CLIENTS, "a folder for each prompt of a block or more"
+    assert log.read_text().count(LOADED_BESIDE) >= prompts, "of the second time"
+
+
+def said(base: str, seed: int) -> str:
+    """The text of an answer that is as long as it should be."""
+    answer = complete(base, seed, (40, 70))
+    assert answer["usage"]["completion_tokens"] == answer["wanted"]
+    return str(answer["choices"][0]["text"])
 
 
 @pytest.mark.feature("beside DecodeBenchConnector")

@@ -67,6 +67,7 @@ def test_a_block_has_the_bytes_that_the_check_says(result: dict[str, Any]) -> No
         return
     family = family_of(result)
     flags = ["--dtype", family.dtype, "--speculative-config", json.dumps(speculation)]
+    flags += ["--max-model-len", str(ENGINE["max_model_len"])]
     if "block_size" in family.engine:
         flags += ["--block-size", str(family.engine["block_size"])]
     report = check(str(result["model"]), ServerSettings("always-swap", host_gib=0.25), flags)

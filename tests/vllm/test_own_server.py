@@ -19,10 +19,11 @@ from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
 from kvpolicy.settings import Measurement, ServerSettings
 from kvpolicy_vllm.bench.profile_parts import Extent
-from kvpolicy_vllm.bench.run_characterize import characterize
+from kvpolicy_vllm.bench.run_characterize import CharacterizeReport, characterize
 from kvpolicy_vllm.bench.run_profile import PLAN, profile
 from kvpolicy_vllm.check import check
 from tests.vllm import harness
+from tests.vllm.test_run_characterize import TINY as STUDIED
 from tests.vllm.test_server import complete, server
 
 TINY = Extent((128,), 5, 2, 1, 1, 400, 9, 1200, 1024, max_extra=1)
@@ -83,6 +84,33 @@ def test_the_engine_is_the_servers(hub_id: str, tmp_path: Path) -> None:
     assert (plan["not_begun"], plan["asked"]["llm"]) == (["b32-pass1"], hub_id)
     with pytest.raises(InputError, match="was begun with vllm_flags"):
         profile(out, Measurement(hub_id), extent=TINY)
+
+
+def test_a_study_of_a_model_at_a_hub_ends_with_its_time(hub_id: str, tmp_path: Path) -> None:
+    """What is begun is finished and what is left out is named; the same command goes on with that alone."""
+    out, passed_s, parts = tmp_path / "trace", [0.0], set[str]()
+    figures = ("sequence-length", "block-size")
+
+    def tell(part: str, done: int, total: int) -> None:
+        parts.add(part.split(" (")[0])
+        passed_s[0] = 7200.0 if total else 0.0
+
+    def study(minutes: float | None) -> CharacterizeReport:
+        parts.clear()
+        how = Measurement(hub_id, vllm_flags=FLAGS, minutes=minutes)
+        return characterize(out, figures, how, tell, STUDIED, lambda: time.monotonic() + passed_s[0])
+
+    first = study(60)
+    assert parts == {"sequence-length-b32-pass0"} and first.not_begun == ("block-size-b32-pass0",)
+    assert "  left out: block-size-b32-pass0; the same command goes on with them" in first.text().splitlines()
+    tokens = {f"sequence-length/{length}" for length in STUDIED.lengths}
+    assert set(first.windows) == tokens
+    (header,) = traces.read(out).headers.values()
+    assert (header.block_size, header.token_budget) == (32, 640), "the study's size, the flags' budget"
+    assert json.loads((out / PLAN).read_text())["asked"]["llm"] == hub_id
+    second = study(None)
+    assert parts == {"block-size-b32-pass0"} and second.not_begun == () and "left out" not in second.text()
+    assert set(second.windows) == {*tokens, "block-size/32"}
 
 
 def test_what_would_not_start_is_refused_with_the_reason(model: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.connector_list import configured, own_settings, problem_of
 from kvpolicy_vllm.plugin.host_share import take_share
 from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
+from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
 
 if TYPE_CHECKING:
@@ -341,6 +342,8 @@ def _refuse_speculation(config: VllmConfig) -> None:
         (_ranks_itself(config), drafts_beside(order_of(config))),
     )
     _refuse_first(refusals)
+    if problem := longer_than_a_step(config):
+        raise UnsupportedEngine(problem)
 
 
 def order_of(config: VllmConfig) -> str:
