@@ -182,8 +182,19 @@ def test_an_order_that_was_given_itself_serves_until_another_is_named(model: str
         assert scheduler.kvpolicy.order.label == label
 
 
-def test_a_wrong_variable_ends_the_start(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("always-swop", "KVPOLICY: policy 'always-swop' is no policy"),
+        ("always-swap,order=fastest", "KVPOLICY: order 'fastest' is no order"),
+        ("cheapest:no/such/model", "KVPOLICY: policy is 'cheapest:no/such/model', which cannot be loaded"),
+    ],
+)
+def test_a_wrong_variable_ends_the_start_in_one_line(model: str, value: str, words: str) -> None:
+    """In the process that reads vLLM's flags: no engine is made, no page of calls printed."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *vllm_flags(free_port())]
-    environment = harness.environment(1, multiprocess=True) | {"KVPOLICY": "always-swop"}
+    environment = harness.environment(1, multiprocess=True) | {"KVPOLICY": value}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode != 0 and "always-swop" in done.stderr + done.stdout
+    said = done.stderr + done.stdout
+    assert done.returncode == 2 and f"kvpolicy: error: {words}" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in said and "EngineCore" not in said

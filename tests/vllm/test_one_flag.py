@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import kvpolicy_vllm.plugin
 from kvpolicy.errors import InputError
@@ -20,11 +23,14 @@ from tests.vllm import harness
 
 pytestmark = pytest.mark.scheduler
 
+SHIPPED = Path(__file__).parents[2] / "models" / "cpu-llama-native"
+
 
 @pytest.fixture(autouse=True)
 def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that was started with the variable; vLLM's own method is back afterwards."""
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    monkeypatch.setattr(EngineArgs, "from_cli_args", EngineArgs.__dict__["from_cli_args"])
     monkeypatch.setenv("KVPOLICY", "always-swap")
     kvpolicy_vllm.plugin.register()
     kvpolicy_vllm.plugin.register()
@@ -56,20 +62,74 @@ def test_without_it_nothing_is_changed(model: str, monkeypatch: pytest.MonkeyPat
     assert config.kv_transfer_config is None and config.scheduler_config.scheduler_cls is None
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("always-swop", "always-swop"),
-        ("cheapest:no/such/model", "no/such/model"),
-        ("always-swap,order=fastest", "fastest"),
-        ("always-swap,host_gib=much", "KVPOLICY: host_gib is 'much', should be a number"),
-        ("order=urgent", "KVPOLICY: key 'policy' is missing"),
-    ],
-)
+WRONG = [
+    ("always-swop", "KVPOLICY: policy 'always-swop' is no policy (did you mean always-swap?)"),
+    (
+        "cheapest:no/such/model",
+        "KVPOLICY: policy is 'cheapest:no/such/model', which cannot be loaded: no/such/model: no such folder",
+    ),
+    ("always-swap,order=fastest", "KVPOLICY: order 'fastest' is no order"),
+    ("always-swap,host_gib=much", "KVPOLICY: host_gib is 'much', should be a number"),
+    ("always-swap,cache=sometimes", "KVPOLICY: cache "),
+    ("cheapest:analytic,online=on", "KVPOLICY: policy 'cheapest:analytic,online=on' learns by step times"),
+    ("order=urgent", "KVPOLICY: key 'policy' is missing"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), WRONG)
 def test_a_bad_value_ends_the_start(model: str, monkeypatch: pytest.MonkeyPatch, value: str, words: str) -> None:
     monkeypatch.setenv("KVPOLICY", value)
-    with pytest.raises(Exception, match=words):
+    with pytest.raises(InputError, match=f"^{re.escape(words)}"):
         arguments(model).create_engine_config()
+
+
+def from_command_line(*flags: str) -> Any:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--dtype", "float32", "--skip-tokenizer-init", *flags]))
+
+
+@pytest.mark.parametrize(("value", "words"), WRONG)
+def test_on_a_command_line_it_ends_as_a_wrong_flag_does(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, words: str
+) -> None:
+    """Where the flags are parsed: in one line, before anything of the engine starts."""
+    monkeypatch.setenv("KVPOLICY", value)
+    with pytest.raises(SystemExit) as ended:
+        from_command_line("--model", model)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert said.startswith(f"kvpolicy: error: {words}")
+
+
+def damaged(folder: Path, how: str) -> str:
+    """A cost model's folder that cannot be loaded, and the file to blame."""
+    shutil.copytree(SHIPPED, folder)
+    if how == "cut":
+        card = folder / "model.json"
+        card.write_text(card.read_text()[:999])
+    else:
+        (folder / "model.json").unlink()
+    return str(folder / "model.json" if how == "cut" else folder)
+
+
+@pytest.mark.parametrize("how", ["cut", "without its card"])
+def test_a_damaged_model_is_named_by_its_file(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    file = damaged(tmp_path / "mine", how)
+    monkeypatch.setenv("KVPOLICY", f"cheapest:{tmp_path / 'mine'},order=urgent")
+    with pytest.raises(SystemExit):
+        from_command_line("--model", model)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and file in said
+    assert said.startswith(f"kvpolicy: error: KVPOLICY: policy is 'cheapest:{tmp_path / 'mine'}', which cannot be")
+
+
+def test_a_command_line_without_fault_gets_the_flags(model: str) -> None:
+    made = from_command_line("--model", model)
+    assert isinstance(made, AsyncEngineArgs) and made.scheduler_cls == SCHEDULER
+    config = made.create_engine_config()
+    assert config.kv_transfer_config.kv_connector_extra_config["policy"] == "always-swap"
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,28 @@
 """``KVPOLICY=cheapest:models/mine,order=urgent vllm serve ...``: the plugin's flags from an environment variable.
 
 vLLM calls the plugin's entry point in every process, before the process makes an engine's configuration. Where the
-variable is set, ``EngineArgs.create_engine_config`` is wrapped there: the wrapper sets the scheduler class and the
-transfer configuration just as the flags would, and calls the original. It is the one method through which every engine
-comes, of the server's command line and of ``vllm.LLM`` alike, in vLLM 0.24 to 0.33. An error in the variable, or beside
-flags that contradict it, is raised there and ends the start. Nothing is changed where the variable is not set.
+variable is set, two methods of ``EngineArgs`` are wrapped there, which vLLM 0.24 to 0.33 have alike:
+
+- ``create_engine_config``, through which every engine comes, of the command line and of ``vllm.LLM``. The wrapper sets
+  the scheduler class and the transfer configuration just as the flags would, and calls the original. An error in the
+  variable, or beside flags that contradict it, is raised there.
+- ``from_cli_args``, which makes the arguments of a program from its command line. The wrapper sets the same, and shows
+  an error in one line as the parser shows that of a flag, where an exception would end a server in a page of calls.
+
+The policy with its cost model, and the order, are loaded by then: nothing of the engine has started, no weight is read.
+Nothing is changed where the variable is not set.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
-from kvpolicy.errors import InputError
+from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy.fields import WrongValue
 from kvpolicy_vllm.plugin.settings_line import read_line, server_settings
 
 VARIABLE = "KVPOLICY"
@@ -35,9 +44,15 @@ def heed_environment() -> None:
         return
     from vllm.engine.arg_utils import EngineArgs
 
-    original = EngineArgs.create_engine_config
-    if hasattr(original, "heeds_kvpolicy"):
+    if hasattr(EngineArgs.create_engine_config, "heeds_kvpolicy"):
         return
+    EngineArgs.create_engine_config = _heeding(EngineArgs.create_engine_config)
+    # A class method: its function gets the class, which may be a subclass.
+    EngineArgs.from_cli_args = classmethod(_refusing_in_one_line(EngineArgs.from_cli_args.__func__))
+
+
+def _heeding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``EngineArgs.create_engine_config`` that sets the plugin's flags first."""
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +61,25 @@ def heed_environment() -> None:
         return original(self, *args, **kwargs)
 
     create_engine_config.heeds_kvpolicy = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config
+    return create_engine_config
+
+
+def _refusing_in_one_line(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``EngineArgs.from_cli_args`` that sets the plugin's flags in what it made, and ends the program, with the exit
+    status of a wrong flag, where they cannot be set."""
+
+    @functools.wraps(original)
+    def from_cli_args(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = original(cls, *args, **kwargs)
+        if line := line_of_environment():
+            try:
+                set_flags(arguments, line)
+            except KVPolicyError as error:
+                print(f"kvpolicy: error: {error}", file=sys.stderr)
+                raise SystemExit(2) from None
+        return arguments
+
+    return from_cli_args
 
 
 def set_flags(arguments: Any, line: str) -> None:
@@ -56,20 +89,11 @@ def set_flags(arguments: Any, line: str) -> None:
     """
     from vllm.config import KVTransferConfig
 
-    from kvpolicy_vllm.plugin.settings import (
-        SCHEDULER,
-        SHUTDOWN_S,
-        options,
-        refuse_unsafe_files,
-        transfer_config,
-        writes_to_disk,
-    )
+    from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, transfer_config, writes_to_disk
 
     if getattr(arguments, "kvpolicy_line", None) == line:  # vLLM makes a configuration of the same arguments again
         return
-    settings = server_settings(read_line(line, VARIABLE), VARIABLE)
-    refuse_unsafe_files(settings)
-    extra = options(settings)
+    extra = extra_config(line)
     ours: dict[str, Any] = {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(extra)}
     for name in CONFLICTS:
         given = getattr(arguments, name, None)
@@ -85,6 +109,23 @@ def set_flags(arguments: Any, line: str) -> None:
         arguments.kv_transfer_config = KVTransferConfig(**ours["kv_transfer_config"])
     if writes_to_disk(extra) and not getattr(arguments, "shutdown_timeout", SHUTDOWN_S):
         arguments.shutdown_timeout = SHUTDOWN_S
+
+
+def extra_config(line: str) -> dict[str, Any]:
+    """The plugin's ``kv_connector_extra_config`` for a line, whose policy and order were loaded.
+
+    Raises InputError naming the variable and the key that is wrong, for a cost model its file and field, too.
+    """
+    from kvpolicy_vllm.plugin.settings import options, refuse_unsafe_files
+
+    settings = server_settings(read_line(line, VARIABLE), VARIABLE)
+    try:
+        refuse_unsafe_files(settings)
+        return options(settings)
+    except WrongValue as wrong:  # which names the key itself
+        raise InputError(f"{VARIABLE}: {wrong}") from wrong
+    except (KVPolicyError, OSError) as error:
+        raise InputError(f"{VARIABLE}: policy is {settings.policy!r}, which cannot be loaded: {error}") from error
 
 
 def _same(given: Any, ours: Any) -> bool:
