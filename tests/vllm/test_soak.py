@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvpolicy.host_store import HostBlock, HostStore
-from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin import controller
 from kvpolicy_vllm.plugin.messages import Job
 from kvpolicy_vllm.plugin.observers import MetricsCounter
 from kvpolicy_vllm.plugin.prompt_cache import PromptCache
@@ -204,7 +204,7 @@ def save_in_reverse(patch: pytest.MonkeyPatch) -> None:
 
 
 def name_no_overwritten_block(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Controller, "_taken_of", lambda controller, blocks: set())
+    patch.setattr(controller, "written_by_step", lambda scheduler, blocks: set())
 
 
 def count_nothing(patch: pytest.MonkeyPatch) -> None:

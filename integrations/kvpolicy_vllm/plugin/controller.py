@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvpolicy import policy as policies
@@ -24,7 +25,7 @@ from kvpolicy.request_marks import Classes
 from kvpolicy.survival import AllOrNothing, Survival
 from kvpolicy_vllm.plugin.block_tables import BlockTables
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
-from kvpolicy_vllm.plugin.device_blocks import contents_of, given_away
+from kvpolicy_vllm.plugin.device_blocks import contents_of, given_away, uncomputed, written_by_step
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.marks import Grant, MarkReader
@@ -336,7 +337,8 @@ class Controller:
             blocks = self._scheduler.kv_cache_manager.block_pool.blocks
             copies.lost(given_away(output, self._unlisted_blocks, copies.pool, blocks))
             self._unlisted_blocks = []
-        jobs = copies.take_jobs(self._step.number, output.total_num_scheduled_tokens == 0, self._taken_of)
+        written_of = partial(written_by_step, self._scheduler)
+        jobs = copies.take_jobs(self._step.number, output.total_num_scheduled_tokens == 0, written_of)
         if copies.begun or copies.given_up:
             self.swaps.step_taken()
         if jobs.overwritten and self.beside:
@@ -346,15 +348,6 @@ class Controller:
             preemptions = {job.copy_id: self.copies.preemption_of(job) for job in (*jobs.saves, *jobs.loads)}
             self.observers.tell("copies_begin", jobs, preemptions)
         return jobs if self.prompts is None else self.prompts.with_files(jobs)
-
-    def _taken_of(self, block_ids: Iterable[int]) -> set[int]:
-        """Those of the blocks that the step being scheduled may write to. Where the engine clears new blocks, it may do
-        so before the worker can order copies of earlier steps: there every block counts as written to at once."""
-        scheduler = self._scheduler
-        if scheduler.needs_kv_cache_zeroing:
-            return set(block_ids)
-        blocks = scheduler.kv_cache_manager.block_pool.blocks
-        return {block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0}
 
     def transferred(self, done: Iterable[Transfer]) -> None:
         """Process the copies that workers finished."""
@@ -421,9 +414,7 @@ class Controller:
 
     def _decide(self, request: Any, cause: Cause, preemption_id: str) -> Kind:
         if self.copies.pool.watched:
-            blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-            computed_blocks = -(-request.num_computed_tokens // self._scheduler.block_size)
-            self._unlisted_blocks += [block.block_id for block in blocks[computed_blocks:]]
+            self._unlisted_blocks += uncomputed(request, self._scheduler)
         if self._running_view is None:
             self._running_view = RunningView(self._scheduler, request, self.tables)
         view, scheduler, now = self._running_view, self._scheduler, self.clock()

@@ -48,3 +48,19 @@ def contents_of(
     if not leave:
         hashes = [value if pool.stored([value]) else None for value in hashes]
     return [(value, block.block_id) for value, block in zip(hashes, blocks, strict=True)]
+
+
+def uncomputed(request: Any, scheduler: Any) -> list[int]:
+    """Ids of the request's blocks in which nothing is computed yet."""
+    blocks = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+    computed_blocks = -(-request.num_computed_tokens // scheduler.block_size)
+    return [block.block_id for block in blocks[computed_blocks:]]
+
+
+def written_by_step(scheduler: Any, block_ids: Iterable[int]) -> set[int]:
+    """Those of the blocks that the step being scheduled may write to. Where the engine clears new blocks, it may do so
+    before the worker can order copies of earlier steps: there every block counts as written to at once."""
+    if scheduler.needs_kv_cache_zeroing:
+        return set(block_ids)
+    blocks = scheduler.kv_cache_manager.block_pool.blocks
+    return {block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0}

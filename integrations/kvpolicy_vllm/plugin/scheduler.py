@@ -25,6 +25,7 @@ from kvpolicy_vllm.plugin.control_file import ControlFile, Start
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
 from kvpolicy_vllm.plugin.operator_log import named
+from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside
 from kvpolicy_vllm.plugin.ordering import Ordering, by_arrival
 from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
 from kvpolicy_vllm.plugin.running_order import RunningOrder
@@ -33,8 +34,6 @@ from kvpolicy_vllm.plugin.tested_setups import warn_untested_connectors, warn_un
 from kvpolicy_vllm.plugin.versions import (
     UnsupportedEngine,
     connectors_beside,
-    drafts_beside,
-    loads_beside,
     overwrites_before_saves,
     refuse_connectors,
     refuse_offloading,

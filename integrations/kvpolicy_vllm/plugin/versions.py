@@ -22,6 +22,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.connector_list import configured, own_settings, problem_of
 from kvpolicy_vllm.plugin.host_share import take_share
 from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
+from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
 
@@ -184,7 +185,7 @@ def _refuse_transfer_settings(config: VllmConfig) -> None:
     if transfer.kv_connector == MULTI_CONNECTOR:
         refuse_connectors(config)
         beside = connectors_beside(config)
-        if beside and _ranks_itself(config):
+        if beside and ranks_itself(config):
             raise UnsupportedEngine(loads_beside(order_of(config), beside[0]))
     elif transfer.kv_connector != CONNECTOR:
         raise UnsupportedEngine(
@@ -304,7 +305,7 @@ def _refuse_overwritten(config: VllmConfig, what: str) -> None:
             'saved; set VLLM_USE_V2_MODEL_RUNNER=0, or "allow_untested_states_v2": true in kv_connector_extra_config: '
             "blocks are held until they are saved, which was never tested on a GPU"
         )
-    if _ranks_itself(config):
+    if ranks_itself(config):
         raise UnsupportedEngine(
             f"order {order_of(config)}: reckons with blocks that come free at once, and on vLLM's model runner v2 "
             "those of a model with states are held until they are saved: leave the order out, or set "
@@ -339,38 +340,11 @@ def _refuse_speculation(config: VllmConfig) -> None:
             bool(config.scheduler_config.async_scheduling) and not platform().is_cpu(),
             "speculative decoding with asynchronous scheduling: give --no-async-scheduling",
         ),
-        (_ranks_itself(config), drafts_beside(order_of(config))),
+        (ranks_itself(config), drafts_beside(order_of(config))),
     )
     _refuse_first(refusals)
     if problem := longer_than_a_step(config):
         raise UnsupportedEngine(problem)
-
-
-def order_of(config: VllmConfig) -> str:
-    """The order of service that the settings name. The settings themselves are checked later."""
-    transfer = config.kv_transfer_config
-    return "fcfs" if transfer is None else str(own_settings(transfer).get("order", "fcfs"))
-
-
-def _ranks_itself(config: VllmConfig) -> bool:
-    """Whether the order of service is another than vLLM's own."""
-    return order_of(config) not in ("fcfs", config.scheduler_config.policy)
-
-
-def loads_beside(order: str, connector: str) -> str:
-    """Why another connector is refused beside an order of service, and what would be right."""
-    return (
-        f"order {order}: reckons with what a request loads, and what {connector} loads is not known to it: leave the "
-        "order out, or the other connectors"
-    )
-
-
-def drafts_beside(order: str) -> str:
-    """Why drafted tokens are refused beside an order of service, and what would be right."""
-    return (
-        f"speculative decoding beside order {order}, which counts the blocks of one token a step: leave the order or "
-        "--speculative-config out"
-    )
 
 
 def _refuse_routed_experts(config: VllmConfig) -> None:

@@ -8,8 +8,6 @@ from itertools import pairwise
 from math import inf
 from operator import attrgetter
 
-import numpy as np
-
 from kvpolicy.events import Cause
 from kvpolicy.latency import NO_SLO, Slo
 from kvpolicy.order import Choice, is_stock
@@ -30,8 +28,6 @@ from kvpolicy.simulator.sinks import Identity
 from kvpolicy.simulator.summary import SummaryBuilder
 
 COMPUTED = attrgetter("computed")
-FEW_STEPS = 16
-"""Up to this many steps, single numbers are faster than arrays."""
 
 
 class Engine:
@@ -349,30 +345,13 @@ class Engine:
             if max_steps < 2:
                 return False
             events_s.append(self.ordering.ranks.next_s)
-        ends_s = self._ends(max_steps, max(self.now_s, self._device_free_s), min(events_s, default=inf))
+        began_s, next_s = max(self.now_s, self._device_free_s), min(events_s, default=inf)
+        ends_s = self.fast_path.ends_s(self.times, max_steps, began_s, next_s)
         self._take_steps(ends_s)
         return True
 
-    def _ends(self, max_steps: int, began_s: float, next_s: float) -> list[float]:
-        """End of the previous step, then the ends of the decode batch's next steps: ``max_steps``, or as many as are
-        scheduled before ``next_s`` is known to have passed."""
-        times, fast_path = self.times, self.fast_path
-        first_s = times.step_s(fast_path.load(0))
-        if next_s < inf and first_s > 0.0:
-            max_steps = min(max_steps, max(0, int((next_s - began_s) / first_s)) + 2)
-        if max_steps > FEW_STEPS:
-            all_ends_s = np.cumsum(np.concatenate([[began_s], times.steps_s(fast_path.loads(max_steps))]))
-            # Scheduling ahead, the end of a step is known only when the next step is scheduled.
-            known_s = all_ends_s[:-1] if self._asynchronous else all_ends_s[1:]
-            ends_s: list[float] = all_ends_s[: min(max_steps, int(np.searchsorted(known_s, next_s)) + 1) + 1].tolist()
-            return ends_s
-        ends_s = [began_s, began_s + first_s]
-        while len(ends_s) <= max_steps and ends_s[-1 - self._asynchronous] < next_s:
-            ends_s.append(ends_s[-1] + times.step_s(fast_path.load(len(ends_s) - 1)))
-        return ends_s
-
     def _take_steps(self, ends_s: list[float]) -> None:
-        """Take the decode steps that end at ``ends_s``; see :meth:`_ends`."""
+        """Take the decode steps that end at ``ends_s``; see :meth:`FastPath.ends_s`."""
         batch = self.fast_path.batch
         last_s, members = batch.last_s, len(batch)
         tokens, computes_s, busy_s = 0, 0.0, 0.0

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
 from kvpolicy.arrays import Floats
-from kvpolicy.simulator.base import LOAD, Server, StepLoad
+from kvpolicy.simulator.base import LOAD, Server, StepLoad, Times
 from kvpolicy.simulator.builtin.decode_batch import DecodeBatch
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
@@ -20,6 +21,8 @@ from kvpolicy.simulator.builtin.scheduler import TURN, Scheduler
 
 MAX_STEPS = 2048
 """Decode steps taken at once."""
+FEW_STEPS = 16
+"""Up to this many steps, single numbers are faster than arrays."""
 
 
 class FastPath:
@@ -152,3 +155,20 @@ class FastPath:
         loads[:, 0] = loads[:, 1] = count
         loads[:, 2] = self.batch.read_tokens + count * np.arange(1, steps + 1)
         return loads
+
+    def ends_s(self, times: Times, max_steps: int, began_s: float, next_s: float) -> list[float]:
+        """End of the previous step, then the ends of the decode batch's next steps: ``max_steps``, or as many as are
+        scheduled before ``next_s`` is known to have passed."""
+        first_s = times.step_s(self.load(0))
+        if next_s < inf and first_s > 0.0:
+            max_steps = min(max_steps, max(0, int((next_s - began_s) / first_s)) + 2)
+        if max_steps > FEW_STEPS:
+            all_ends_s = np.cumsum(np.concatenate([[began_s], times.steps_s(self.loads(max_steps))]))
+            # Scheduling ahead, the end of a step is known only when the next step is scheduled.
+            known_s = all_ends_s[:-1] if self._server.asynchronous else all_ends_s[1:]
+            ends_s: list[float] = all_ends_s[: min(max_steps, int(np.searchsorted(known_s, next_s)) + 1) + 1].tolist()
+            return ends_s
+        ends_s = [began_s, began_s + first_s]
+        while len(ends_s) <= max_steps and ends_s[-1 - self._server.asynchronous] < next_s:
+            ends_s.append(ends_s[-1] + times.step_s(self.load(len(ends_s) - 1)))
+        return ends_s
