@@ -14,6 +14,7 @@ from kvpolicy.cli import bench, catalog, inspection, measure, study
 from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import EngineFailed, KVPolicyError
 from kvpolicy.integrations import NotServed
+from kvpolicy.trace import TraceWarning
 
 app = typer.Typer(
     help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
@@ -41,11 +42,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     Wrong values, unreadable files and a missing engine end in one line on stderr and status 2. So do, in lines of their
     own, an engine that failed, with its last lines of output, and a model that would not be served. Warnings of a cost
-    model take one line. Any other exception is a bug of this package and ends in a traceback.
+    model and of a trace take one line. Any other exception is a bug of this package and ends in a traceback.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", ModelWarning)
+            warnings.simplefilter("default", TraceWarning)
             warnings.showwarning = _warning_printer(warnings.showwarning)
             app(args=arguments, prog_name="kvpolicy")
     except (EngineFailed, NotServed) as error:
@@ -55,10 +57,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _warning_printer(default: Callable[..., None]) -> Callable[..., None]:
-    """A function for ``warnings.showwarning``: a cost model's warnings take one line, all others are shown as usual."""
+    """A function for ``warnings.showwarning``: warnings of a cost model and of a trace take one line, all others are
+    shown as usual."""
 
     def show(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
-        if issubclass(category, ModelWarning):
+        if issubclass(category, ModelWarning | TraceWarning):
             print(f"kvpolicy: warning: {' '.join(str(message).split())}", file=sys.stderr)
         else:
             default(message, category, *location, **options)

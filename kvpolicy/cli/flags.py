@@ -21,6 +21,10 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, is_optional, kind_of, like, options_of
+from kvpolicy.trace.window import HELP
+
+Between = Annotated[tuple[str, str] | None, typer.Option(metavar="FROM TO", help=HELP)]
+"""A window of what servers recorded."""
 
 
 class ServerCommand(TyperCommand):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpolicy import trace as traces
+from kvpolicy.cli.flags import Between, command
 from kvpolicy.cli.screen import watch
 from kvpolicy.trace.timeline import write_events
 
@@ -17,12 +18,13 @@ def export(
     perfetto: Annotated[
         Path, typer.Option(metavar="OUT", help="Trace events, for ui.perfetto.dev: a file .json or .json.gz.")
     ],
+    between: Between = None,
 ) -> None:
     """Write a recorded run as a timeline: steps, copies, decisions with their prices, and each request."""
-    number = write_events(traces.read(trace), perfetto)
+    number = write_events(traces.read_between([trace], between)[str(trace)], perfetto)
     typer.echo(f"written: {perfetto}, {number} events; open it in https://ui.perfetto.dev")
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(export)
+    app.command()(command(export))
     app.command()(watch)

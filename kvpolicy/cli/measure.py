@@ -14,7 +14,7 @@ import typer
 
 import kvpolicy
 from kvpolicy import integrations
-from kvpolicy.cli.flags import SERVER_FLAGS, command, show
+from kvpolicy.cli.flags import SERVER_FLAGS, Between, command, show
 from kvpolicy.errors import InputError
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.explanation import Question
@@ -95,13 +95,14 @@ def evaluate(
     ] = "engine",
     how: Estimation = Estimation(),
     seed: Seed = 0,
+    between: Between = None,
 ) -> Any:
     """Judge policies on a trace.
 
     On a profile: accuracy and regret against the oracle that knows both options. On a production log: off-policy
     estimates with intervals, or the reasons why the log supports none.
     """
-    return kvpolicy.evaluate(_every_trace(traces, trace), policy, seed, objective, how)
+    return kvpolicy.evaluate(_every_trace(traces, trace), policy, seed, objective, how, between)
 
 
 def _every_trace(traces: Sequence[Path] | None, trace: Sequence[Path] | None) -> list[Path]:
@@ -119,9 +120,10 @@ def shadow(
             help="Cost model for decisions without predicted costs: a folder, or the name of a shipped model."
         ),
     ] = None,
+    between: Between = None,
 ) -> Any:
     """Say what a policy in shadow mode would have chosen and saved per hour, and what cannot be told."""
-    return kvpolicy.shadow_savings(traces, cost_model)
+    return kvpolicy.shadow_savings(traces, cost_model, between)
 
 
 def explain(

@@ -139,17 +139,17 @@ def read_log(folders: Sequence[Path | str], objective: Objective = ENGINE, clust
     return attributed_log(read_traces(folders), objective, cluster)
 
 
-def read_traces(folders: Sequence[Path | str]) -> dict[str, Trace]:
+def read_traces(folders: Sequence[Path | str], between: tuple[str, str] | None = None) -> dict[str, Trace]:
     """Traces by folder. Missing costs of their outcomes are attributed from the steps.
 
-    Raises TraceError, naming the folder, for one that is given twice, cannot be read or holds a row twice.
+    ``between``: as for :func:`kvpolicy.trace.read_between`. Raises TraceError, naming the folder, for one that is given
+    twice, cannot be read or holds a row twice, and as that function.
     """
-    traces_by_folder: dict[str, Trace] = {}
-    for folder in map(str, folders):
-        if folder in traces_by_folder:
-            raise TraceError(f"{folder}: given twice")
-        traces_by_folder[folder] = _attributed(folder, traces.read(folder))
-    return traces_by_folder
+    names = list(map(str, folders))
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise TraceError(f"{name}: given twice")
+    return {name: _attributed(name, trace) for name, trace in traces.read_between(names, between, "decisions").items()}
 
 
 def _attributed(name: str, trace: Trace) -> Trace:

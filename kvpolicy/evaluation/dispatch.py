@@ -11,7 +11,7 @@ from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
-from kvpolicy.fields import AMOUNT, refuse_no_paths, refuse_non_integer, refuse_other, refuse_single
+from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_paths, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -22,11 +22,13 @@ def evaluate(
     seed: int = 0,
     objective: Objective | str = ENGINE,
     how: Estimation = Estimation(),
+    between: tuple[str, str] | None = None,
 ) -> EvaluationReport | OffPolicyReport:
     """Evaluate ``policies``, given by name or as objects, on ``traces``.
 
     Profiles are replayed (:func:`kvpolicy.evaluation.replay.evaluate`). Logs of production or of a simulation give
-    off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`); ``how`` applies to these only.
+    off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`); ``how`` and ``between``, what was
+    recorded between two times such as ``("-2h", "end")`` (:mod:`kvpolicy.trace.window`), apply to these only.
     Raises TraceError for both kinds together, and the errors of these two functions.
     """
     refuse_no_paths("traces", traces)
@@ -34,9 +36,11 @@ def evaluate(
     refuse_non_integer("seed", seed, AMOUNT)
     refuse_other("how", how, Estimation, "an Estimation")
     if traces and holds_logs(traces):
-        return offpolicy.estimate(traces, policies, seed, objective, how)
+        return offpolicy.estimate(traces, policies, seed, objective, how, between)
     if how != Estimation():
         raise InputError(
             "a profile measured both options and is replayed; estimator, interval, cluster, limit and slo are for logs"
         )
+    if between is not None:
+        raise WrongValue("between", "is given with a profile, which is judged as a whole; it is for logs")
     return replay.evaluate(traces, policies, seed, objective)

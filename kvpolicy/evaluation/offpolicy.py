@@ -181,10 +181,12 @@ def estimate(
     seed: int = 0,
     objective: Objective | str = ENGINE,
     how: Estimation = Estimation(),
+    between: tuple[str, str] | None = None,
 ) -> OffPolicyReport:
     """Estimate the cost of ``policies``, given by name or as objects, in the states of production logs.
 
-    Raises TraceError as :func:`kvpolicy.evaluation.decision_log.read_log`, ModelError for a cost model that does not
+    ``between``: what was recorded between two times alone, as for :func:`kvpolicy.trace.read_between`. Raises
+    TraceError as it and as :func:`kvpolicy.evaluation.decision_log.read_log`, ModelError for a cost model that does not
     fit the logs' engines, WrongValue for an unknown name.
     """
     if seed < 0:
@@ -192,7 +194,7 @@ def estimate(
     parsed_objective = objective_of(objective)
     loaded = load_policies(policies)
     trained_on = frozenset().union(*(policy.cost_model.state_ids for policy in loaded if policy.cost_model is not None))
-    by_folder = read_traces(traces)
+    by_folder = read_traces(traces, between)
     full = attributed_log(by_folder, parsed_objective, how.cluster)
     log = full.without(trained_on, "records that a policy's model was trained on")
     for policy in loaded:

@@ -206,11 +206,16 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def shadow_savings(traces: Sequence[Path | str], cost_model: CostModel | Path | str | None = None) -> ShadowSavings:
+def shadow_savings(
+    traces: Sequence[Path | str],
+    cost_model: CostModel | Path | str | None = None,
+    between: tuple[str, str] | None = None,
+) -> ShadowSavings:
     """What traces in shadow mode say that their policy would have saved.
 
-    ``cost_model``: prices decisions of a policy that predicted nothing. Raises TraceError for a folder that cannot be
-    read or is given twice, InputError for a profile, for a core that executed a swap, and for no decision at all.
+    ``cost_model``: prices decisions of a policy that predicted nothing. ``between``: what was recorded between two
+    times alone, such as ``("-2h", "end")`` (:mod:`kvpolicy.trace.window`). Raises TraceError for a folder that cannot
+    be read or is given twice, InputError for a profile, for a core that executed a swap, and for no decision at all.
     """
     refuse_no_paths("traces", traces)
     if isinstance(cost_model, str | Path):
@@ -221,7 +226,7 @@ def shadow_savings(traces: Sequence[Path | str], cost_model: CostModel | Path | 
     for folder in folders:
         if folders.count(folder) > 1:
             raise InputError(f"{folder}: given twice")
-    return savings_of({folder: trace_files.read(folder) for folder in folders}, cost_model)
+    return savings_of(trace_files.read_between(folders, between, "decisions"), cost_model)
 
 
 def savings_of(by_name: Mapping[str, Trace], cost_model: CostModel | None = None) -> ShadowSavings:

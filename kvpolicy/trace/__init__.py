@@ -1,7 +1,8 @@
 """Traces: what an engine or a simulator did, as a folder of tables. Entry point for reading and writing them."""
 
 from kvpolicy.trace.header import Header
-from kvpolicy.trace.parts import TraceError
+from kvpolicy.trace.parts import TraceError, TraceWarning
+from kvpolicy.trace.row_groups import scan
 from kvpolicy.trace.rows import (
     Row,
     decision_row,
@@ -21,11 +22,11 @@ from kvpolicy.trace.table import (
     left_out_before,
     read,
     read_part,
-    scan,
     weights_of,
     with_core,
     write_part,
 )
+from kvpolicy.trace.window import read_between
 
 __all__ = [
     "SCHEMAS",
@@ -34,6 +35,7 @@ __all__ = [
     "Row",
     "Trace",
     "TraceError",
+    "TraceWarning",
     "core_folders",
     "decision_row",
     "displacement_row",
@@ -42,6 +44,7 @@ __all__ = [
     "left_out_before",
     "outcome_row",
     "read",
+    "read_between",
     "read_part",
     "request_row",
     "scan",

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvpolicy.stored_values import read_json
 from kvpolicy.trace.parts import TraceError, make_folder, open_private
 from kvpolicy.trace.schemas import SCHEMA_VERSION
 
-LATER_NAMES = ("order", "order_digest")
+LATER_NAMES = ("order", "order_digest", "clock_s")
 """Fields that headers of older versions lack. A header without them has the digest that it had then."""
 
 
@@ -55,6 +56,9 @@ class Header:
     """Label of the order of service; None in headers of versions that did not record it."""
     order_digest: str | None = None
     """See :attr:`kvpolicy.order.Order.digest`; None as above."""
+    clock_s: float | None = None
+    """Reading of the engine's clock at ``created``, which gives its rows their time of day; None as above, and in a
+    simulation."""
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
@@ -143,7 +147,10 @@ class Header:
         draw_seed = values.setdefault("draw_seed", None)
         if draw_seed is not None and type(draw_seed) is not int:
             raise TraceError(f"{path}: field draw_seed is {draw_seed!r}, should be a whole number, or null")
-        for name in LATER_NAMES:
+        for name in ("order", "order_digest"):
             if not isinstance(values.setdefault(name, None), str | None):
                 raise TraceError(f"{path}: field {name} is {values[name]!r}, should be a text, or null")
+        clock_s = values.setdefault("clock_s", None)
+        if clock_s is not None and (type(clock_s) not in (int, float) or not isfinite(clock_s)):
+            raise TraceError(f"{path}: field clock_s is {clock_s!r}, should be a number, or null")
         return cls(**{name: values[name] for name in names})

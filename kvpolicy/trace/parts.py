@@ -30,6 +30,10 @@ class TraceError(KVPolicyError):
     """A trace is invalid; the message names the file and the expected value."""
 
 
+class TraceWarning(UserWarning):
+    """What is known of a trace is less than was asked for; the message says what was taken in its place."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
     """A part file, which holds the rows of parts ``first`` to ``last``."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,7 @@ def iter_parts(core: Path, name: str, columns: Sequence[str] | None = None) -> I
     The trace may be written to and merged meanwhile.
     """
     for path, file, seen in open_parts(core, name, columns):
-        yield _read(path, file, name, columns).slice(seen)
+        yield read_rows(path, file, name, columns).slice(seen)
 
 
 def open_parts(core: Path, name: str, columns: Sequence[str] | None) -> Iterator[tuple[Path, pq.ParquetFile, int]]:
@@ -243,12 +243,13 @@ def read_part(path: Path, name: str, columns: Sequence[str] | None = None) -> pa
 
     Raises FileNotFoundError where it is gone.
     """
-    return _read(path, opened(path, columns), name, columns)
+    return read_rows(path, opened(path, columns), name, columns)
 
 
-def _read(
+def read_rows(
     path: Path, file: pq.ParquetFile, name: str, columns: Sequence[str] | None, group: int | None = None
 ) -> pa.Table:
+    """The checked rows of an open part file, or of one of its row groups."""
     try:
         present = None if columns is None else [one for one in file.schema_arrow.names if one in columns]
         table = file.read(present) if group is None else file.read_row_group(group, present)
@@ -258,71 +259,6 @@ def _read(
     if len(names) < table.num_columns:
         raise TraceError(f"{path}: has a column twice: {', '.join(table.column_names)}")
     return checked(table, path, name, columns)
-
-
-TIMES = {
-    "decisions": "time_s", "outcomes": "closed_s", "steps": "start_s", "transfers": "start_s", "requests": "arrival_s",
-    "displacements": "time_s",
-}  # fmt: skip
-"""The column by which :func:`scan` takes a part of a table."""
-
-
-def scan(
-    folder: Path | str,
-    name: str,
-    columns: Sequence[str] | None = None,
-    between_s: tuple[float, float] | None = None,
-    preemptions: Collection[str] | None = None,
-) -> Iterator[pa.Table]:
-    """Rows of one table of a trace of any length, a row group at a time, which is all that is in memory.
-
-    ``columns``: the only ones to read; ``between_s``: of rows whose time (:data:`TIMES`) is in it, on the engine's own
-    clock; ``preemptions``: of rows of these. Row groups in which there is none are not read. Each table has a column
-    ``core``. Raises as :func:`read`; KeyError for a table without times, or without preemptions, where these are asked
-    for.
-    """
-    time = None if between_s is None else TIMES[name]
-    if preemptions is not None and "preemption_id" not in SCHEMAS[name].names:
-        raise KeyError(f"table {name} has no preemption_id")
-    needed = None
-    if columns is not None:
-        extra = [*([time] if time else []), *(["preemption_id"] if preemptions is not None else [])]
-        needed = list(dict.fromkeys([*columns, *extra]))
-    ids = None if preemptions is None else sorted(preemptions)
-    for core in core_folders(Path(folder)):
-        for path, file, seen in open_parts(core, name, needed):
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                skip, seen = min(seen, rows), seen - min(seen, rows)
-                if skip == rows or not _may_hold(file.metadata.row_group(group), time, between_s, ids):
-                    continue
-                table = _read(path, file, name, needed, group).slice(skip)
-                if time is not None and between_s is not None:
-                    inside = pc.and_(
-                        pc.greater_equal(table[time], between_s[0]), pc.less_equal(table[time], between_s[1])
-                    )
-                    table = table.filter(pc.fill_null(inside, False))
-                if ids is not None:
-                    table = table.filter(pc.is_in(table["preemption_id"], pa.array(ids, pa.string())))
-                if table.num_rows:
-                    yield with_core(table if columns is None else table.select(list(columns)), core.name)
-
-
-def _may_hold(
-    group: pq.RowGroupMetaData, time: str | None, between_s: tuple[float, float] | None, ids: Sequence[str] | None
-) -> bool:
-    """Whether a row group may hold a wanted row, by the lowest and highest values that its footer tells."""
-    for index in range(group.num_columns):
-        column = group.column(index)
-        wanted: Any = between_s if column.path_in_schema == time else None
-        if column.path_in_schema == "preemption_id" and ids is not None:
-            wanted = (ids[0], ids[-1]) if ids else None
-        statistics = column.statistics if wanted is not None else None
-        if wanted is None or statistics is None or not statistics.has_min_max:
-            continue
-        if statistics.max < wanted[0] or statistics.min > wanted[1]:
-            return False
-    return True
 
 
 def checked(table: pa.Table, path: Path, name: str, columns: Sequence[str] | None = None) -> pa.Table:

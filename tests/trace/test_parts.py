@@ -16,8 +16,8 @@ from kvpolicy.trace import (
     iter_parts,
     read,
     read_part,
+    row_groups,
     scan,
-    table,
     write_part,
 )
 from kvpolicy.trace.parts import all_parts, covered, opened, parts_of
@@ -192,8 +192,10 @@ class TestScan:
         folder = self.trace_of(tmp_path / "trace")
         compact(folder)
         groups: list[int] = []
-        plain = table._read
-        monkeypatch.setattr(table, "_read", lambda *arguments: (groups.append(arguments[-1]), plain(*arguments))[1])
+        plain = row_groups.read_rows
+        monkeypatch.setattr(
+            row_groups, "read_rows", lambda *arguments: (groups.append(arguments[-1]), plain(*arguments))[1]
+        )
         list(scan(folder, "outcomes", between_s=(1e6, 2e6)))
         assert groups == []
         list(scan(folder, "outcomes", between_s=(5.0, 6.0)))

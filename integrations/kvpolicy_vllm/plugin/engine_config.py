@@ -147,14 +147,15 @@ def header_of(
     settings: Settings, engine: EngineSpec, core: str, policy: str, device_blocks: int, host_blocks: int
 ) -> Header:
     """The header of this engine core's trace."""
+    now_s, clock_s = time.time(), time.monotonic()
     header = Header.recorded_on(
         engine,
         run_id=core,
         source=settings.source,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s)),
         engine=f"vllm {vllm.__version__}",
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         policy=policy,
     )
-    return replace(header, seed=settings.seed)
+    return replace(header, seed=settings.seed, clock_s=clock_s - now_s % 1)  # created is of whole seconds
