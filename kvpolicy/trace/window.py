@@ -110,10 +110,10 @@ def read_between(
     simulated = _is_simulated([core for of_folder in cores.values() for core in of_folder])
     if simulated and (begin.epoch_s is not None or end.epoch_s is not None):
         raise WrongValue("between", "has a time of day, and a simulation has none: give times back, such as -2h")
-    times = {core: found for of_folder in cores.values() for core in of_folder if (found := _times(core, simulated))}
+    times = {core: placed for of_folder in cores.values() for core in of_folder if (placed := _times(core, simulated))}
     if not times:
         raise TraceError(f"{', '.join(names)}: nothing was recorded")
-    last_s = max(found.last_s for found in times.values())
+    last_s = max(placed.last_s for placed in times.values())
     from_s, to_s = begin.at_s(last_s), end.at_s(last_s)
     if from_s >= to_s:
         raise WrongValue("between", f"is from {begin.text} to {end.text}: the second time should be after the first")
@@ -126,7 +126,7 @@ def read_between(
     return found
 
 
-def _parsed(between: tuple[str, str]) -> tuple[Moment, Moment]:
+def _parsed(between: object) -> tuple[Moment, Moment]:
     if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:
         raise WrongValue("between", f'is {between!r}, should be two times, as ("-2h", "end")')
     return Moment.parse(between[0]), Moment.parse(between[1])
