@@ -122,7 +122,9 @@ def _may_hold(
         column = group.column(index)
         wanted: Any = between_s if column.path_in_schema == time else None
         if column.path_in_schema == "preemption_id" and ids is not None:
-            wanted = (ids[0], ids[-1]) if ids else None
+            if not ids:
+                return False
+            wanted = (ids[0], ids[-1])
         statistics = column.statistics if wanted is not None else None
         if wanted is None or statistics is None or not statistics.has_min_max:
             continue

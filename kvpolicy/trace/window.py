@@ -7,8 +7,8 @@ as its file, as a server's upkeep of its trace does, with a :class:`~kvpolicy.tr
 clock is no time of day: there only times back from the end are taken.
 
 Of ``decisions``, ``steps`` and the other tables, those rows are in a window whose time
-(:data:`~kvpolicy.trace.row_groups.TIMES`) is: a preemption that ended after it has no outcome, and of requests those
-count that arrived in it.
+(:data:`~kvpolicy.trace.row_groups.TIMES`) is: a preemption that ended after it has no outcome, one that was decided
+before it has none either, and of requests those count that arrived in it.
 """
 
 from __future__ import annotations
@@ -180,11 +180,13 @@ def _windowed(cores: Sequence[Path], times: Mapping[Path, CoreTimes], from_s: fl
         if core not in times or times[core].last_s < from_s or times[core].first_s > to_s:
             continue
         offset_s = times[core].offset_s
+        window_s = from_s - offset_s, to_s - offset_s
+        decided: list[str] = []
         for name in TIMES:
-            rows = [
-                with_core(table, core.name)
-                for table in core_rows(core, name, between_s=(from_s - offset_s, to_s - offset_s))
-            ]
+            ids = decided if name == "outcomes" else None
+            rows = [with_core(table, core.name) for table in core_rows(core, name, between_s=window_s, ids=ids)]
+            if name == "decisions":
+                decided = sorted(id_ for table in rows for id_ in table["preemption_id"].to_pylist())
             if rows:
                 headers[core.name] = Header.read(core / "header.json")
                 parts[name] = [*parts.get(name, ()), *rows]

@@ -86,6 +86,16 @@ def test_a_window_has_the_rows_of_its_time(
         assert found.digest() == whole.digest()
 
 
+def test_an_outcome_is_of_a_decision_in_the_window(tmp_path: Path) -> None:
+    """The window begins between a decision and its outcome."""
+    write_log(tmp_path)
+    between = ("2026-03-01T05:00:35", "2026-03-01T07:00:35")
+    found = traces.read_between([tmp_path], between)[str(tmp_path)]
+    decided, ended = (set(found.table(name)["preemption_id"].to_pylist()) for name in ("decisions", "outcomes"))
+    assert len(decided) == 8 and len(ended) == 7 and ended < decided
+    assert kvpolicy.evaluate([tmp_path], ["always-swap"], between=between).n == 8
+
+
 def test_files_of_other_times_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_log(tmp_path)
     read: list[str] = []
@@ -168,7 +178,7 @@ def test_a_simulation_has_no_time_of_day(tmp_path: Path) -> None:
     with pytest.raises(WrongValue, match="a simulation has none: give times back, such as -2h"):
         traces.read_between([tmp_path], ("2026-03-01", "end"))
     with pytest.raises(TraceError, match="the simulation is of 171,910 s"):
-        traces.read_between([tmp_path], ("-10s", "-1s"), "decisions")
+        traces.read_between([tmp_path], ("-9s", "-1s"), "decisions")
 
 
 def test_what_has_no_common_time_is_refused(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def refused(feature: str) -> pytest.MarkDecorator:
         pytest.param(
             {"asynchronous": True}, "--no-async-scheduling", marks=refused("speculation with asynchronous scheduling")
         ),
+        # Both in the words of kvpolicy_vllm.plugin.order_limits.
         pytest.param({"order": "urgent"}, "beside order urgent", marks=refused("speculation with an order")),
         ({"order": "urgent", "listed": True}, "beside order urgent"),
     ],
