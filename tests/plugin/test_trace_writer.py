@@ -63,6 +63,23 @@ class TestTraceWriter:
             written.clear()
         recorder.close()
 
+    def test_a_request_just_after_the_thread_has_waited_is_heeded(self, tmp_path: Path) -> None:
+        class SetWhenWaitedFor(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                found = super().wait(timeout)
+                if not found and recorder._waiting["requests"]:
+                    self.set()
+                return found
+
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), part_s=1e9)
+        recorder.add("requests", ROW)
+        recorder._wake = SetWhenWaitedFor()
+        deadline = time.monotonic() + 30.0
+        while recorder._waiting["requests"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not recorder._waiting["requests"]
+        recorder.close()
+
     def test_a_server_that_idles_after_every_request_writes_few_parts(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

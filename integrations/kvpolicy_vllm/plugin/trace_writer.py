@@ -333,8 +333,9 @@ class TraceWriter:
     def _run(self) -> None:
         last_write_s, requested = self._clock(), False
         while not self._stop.is_set():
-            requested = self._wake.wait(MIN_PART_S / 5) or requested
-            self._wake.clear()  # before writing: a request meanwhile may be for later rows
+            if self._wake.wait(MIN_PART_S / 5):  # not cleared unseen: a request may come just after the time is over
+                self._wake.clear()  # before writing: a request meanwhile may be for later rows
+                requested = True
             since_s = self._clock() - last_write_s
             due = since_s >= (min(MIN_PART_S, self._part_s) if requested else self._part_s)
             if (
