@@ -77,8 +77,11 @@ class InvalidMarks(KVPolicyError):
     """Marks that cannot be read. ``reason``: one of :data:`REASONS`, never a text that a client sent."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(REASONS[reason])
+        super().__init__(reason)
         self.reason = reason
+
+    def __str__(self) -> str:
+        return REASONS[self.reason]
 
 
 REASONS: Mapping[str, str] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
+import pickle
 import re
 import subprocess
 import sys
@@ -95,6 +97,57 @@ def test_docstrings_name_the_error_that_is_raised() -> None:
     }
     plugin = {file for file in documented if file.startswith("integrations/kvpolicy_vllm/plugin/")}
     assert documented - plugin <= BARE | set(PLAIN_BY_OTHERS)
+
+
+def defining() -> dict[str, str]:
+    """Every error class of the sources beneath the root, and its module: importing all modules takes too long."""
+    found = {("KVPolicyError", "kvpolicy.errors")}
+    classes = [
+        (file.removeprefix("integrations/").removesuffix(".py").replace("/", "."), node)
+        for file, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    before = 0
+    while before < len(found):
+        before, names = len(found), {name for name, _ in found}
+        found |= {
+            (node.name, module)
+            for module, node in classes
+            if any(isinstance(base, ast.Name) and base.id in names for base in node.bases)
+        }
+    return {f"{module}.{name}": module for name, module in found}
+
+
+def below(kind: type[KVPolicyError]) -> Iterator[type[KVPolicyError]]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from below(one)
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "kvpolicy.stored_values.FieldMissing": ("times.decode",),
+    "kvpolicy.fields.WrongValue": ("order", "is 'x'"),
+    "kvpolicy.request_marks.InvalidMarks": ("session",),
+    "kvpolicy.tiers.block_format.Damaged": ("corrupt",),
+    "kvpolicy.cost.online.OtherModelError": (Path("state.json"), "a" * 8, "b" * 8),
+    "kvpolicy_vllm.check.lay_out.NotServed": ("mamba is not served", [{"layers": 3}]),
+}
+"""Of errors with a constructor of their own."""
+
+
+def test_errors_come_back_from_worker_processes() -> None:
+    modules = defining()
+    for module in set(modules.values()):
+        importlib.import_module(module)
+    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in below(KVPolicyError)}
+    assert kinds.keys() >= modules.keys()
+    for name in modules:
+        kind = kinds[name]
+        assert ("__init__" in vars(kind)) == (name in ARGUMENTS), name
+        error = kind(*ARGUMENTS.get(name, ("x is 3, should be 4",)))
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind and str(again) == str(error) and vars(again) == vars(error), name
 
 
 def test_errors_stay_what_callers_caught_before() -> None:

@@ -284,10 +284,12 @@ class OtherModelError(ModelError):
     """A valid state was learned with another cost model, the one of this ``digest``."""
 
     def __init__(self, path: Path, digest: str, wanted: str) -> None:
-        super().__init__(
-            f"{path}: model_digest is {digest!r}, should be {wanted!r}: it was learned with another cost model"
-        )
-        self.digest = digest
+        super().__init__(path, digest, wanted)
+        self.path, self.digest, self.wanted = path, digest, wanted
+
+    def __str__(self) -> str:
+        should = f"should be {self.wanted!r}: it was learned with another cost model"
+        return f"{self.path}: model_digest is {self.digest!r}, {should}"
 
 
 class DamagedError(ModelError):

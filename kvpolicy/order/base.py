@@ -68,8 +68,11 @@ class Progress:
 class OrderError(KVPolicyError):
     """An answer of an order that is not what its method should give; the message names both."""
 
-    def __init__(self, order: Order, method: str, answer: object, should: str) -> None:
-        super().__init__(f"order {order.label}: {method} gave {answer!r}, should be {should}")
+    @classmethod
+    def of(cls, order: Order, method: str, answer: object, should: str) -> OrderError:
+        """The error holds the text alone: neither an order nor its answer may be picklable, and a worker process hands
+        its errors on as pickles."""
+        return cls(f"order {order.label}: {method} gave {answer!r}, should be {should}")
 
 
 class Rank(NamedTuple):
@@ -86,7 +89,7 @@ class Rank(NamedTuple):
 def checked_rank(order: Order, rank: object) -> Rank:
     """The rank itself. Raises OrderError for anything else, and for one that cannot be compared: NaN has no order."""
     if not isinstance(rank, Rank) or not _is_comparable(rank):
-        raise OrderError(order, "rank", rank, "a kvpolicy.order.Rank of a tuple of numbers, without NaN")
+        raise OrderError.of(order, "rank", rank, "a kvpolicy.order.Rank of a tuple of numbers, without NaN")
     return rank
 
 
@@ -106,7 +109,7 @@ def among(order: Order, method: str, running: Sequence[Progress], chosen: object
     try:
         return [by_number[number] for number in dict.fromkeys(one.number for one in chosen)]  # type: ignore[attr-defined]
     except (TypeError, AttributeError, KeyError) as error:
-        raise OrderError(order, method, chosen, "a list of running requests that it was shown") from error
+        raise OrderError.of(order, method, chosen, "a list of running requests that it was shown") from error
 
 
 def levels(value: tuple[float, ...], ratio: float) -> tuple[float, ...]:

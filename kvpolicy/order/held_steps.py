@@ -30,7 +30,7 @@ class Holding:
         try:
             chosen = {one.number for one in named}.difference(exempt)
         except (TypeError, AttributeError) as error:
-            raise OrderError(self._order, "hold", named, "a list of running requests") from error
+            raise OrderError.of(self._order, "hold", named, "a list of running requests") from error
         held = {one.number for one in running if one.number in chosen and steps.get(one.number, 0) < most}
         if len(held) == len(running):
             held.remove(running[0].number)

@@ -186,7 +186,7 @@ class Srpt(Order):
         tokens: object = self.predictor(request, view.state)
         left = float(tokens) if isinstance(tokens, Real) else nan
         if not -inf < left < inf:
-            raise OrderError(self, "the predictor", tokens, "a finite number of tokens")
+            raise OrderError.of(self, "the predictor", tokens, "a finite number of tokens")
         return left
 
     def initial_state(self) -> GroupedLengths:

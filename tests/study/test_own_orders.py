@@ -131,6 +131,17 @@ def test_an_answer_that_is_wrong_ends_the_run_in_one_line(
     assert failed.error.startswith(f"order {order.label}: {method}"), failed.error
 
 
+def test_worker_processes_name_the_answer_that_was_wrong(hardware: str, tmp_path: Path) -> None:
+    order = Careless((nan,))
+    run = Run(jobs=2, cache=tmp_path)
+    report = kvpolicy.simulate(
+        [MIXED], ["always-swap", "always-recompute"], [TIGHT], hardware, serving=Serving(order=order), run=run
+    )
+    assert len(report.failed) == 2
+    for one in report.failed:
+        assert one.error.startswith(f"order {order.label}: rank gave"), one.error
+
+
 def test_a_line_that_deploys_an_object_is_not_given(hardware: str, tmp_path: Path) -> None:
     run = Run(jobs=0, cache=tmp_path, parts=2)
     advice = kvpolicy.recommend(MIXED, hardware, TIGHT, ["always-swap"], serving=Serving(order=SpareChats()), run=run)

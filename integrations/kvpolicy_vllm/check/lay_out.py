@@ -63,9 +63,12 @@ def looked_at(flags: list[str]) -> dict[str, Any]:
 class NotServed(KVPolicyError):
     """The plugin does not serve it. ``groups``: of the layers, where they were made before it was refused."""
 
-    def __init__(self, reason: KVPolicyError, groups: list[dict[str, Any]]) -> None:
-        super().__init__(str(reason))
-        self.groups = groups
+    def __init__(self, reason: str, groups: list[dict[str, Any]]) -> None:
+        super().__init__(reason, groups)
+        self.reason, self.groups = reason, groups
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
     except RefusedByVllm:
         raise
     except KVPolicyError as error:
-        raise NotServed(error, []) from error
+        raise NotServed(str(error), []) from error
     try:
         kv_cache = laid_out(config)
     # The model's own error, or one of a model that needs its weights or a device to be made: which is not known.
@@ -90,7 +93,7 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
             "host_gib": host_gib_of(config),
         }
     except KVPolicyError as error:
-        raise NotServed(error, groups) from error
+        raise NotServed(str(error), groups) from error
     return served | {"untested": untested_inputs(config)}
 
 
