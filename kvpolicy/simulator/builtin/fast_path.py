@@ -161,7 +161,8 @@ class FastPath:
         scheduled before ``next_s`` is known to have passed."""
         first_s = times.step_s(self.load(0))
         if next_s < inf and first_s > 0.0:
-            max_steps = min(max_steps, max(0, int((next_s - began_s) / first_s)) + 2)
+            # Clamped before int, which refuses the infinity that a division by a short step may overflow to.
+            max_steps = min(max_steps, int(min(max(0.0, (next_s - began_s) / first_s), MAX_STEPS)) + 2)
         if max_steps > FEW_STEPS:
             all_ends_s = np.cumsum(np.concatenate([[began_s], times.steps_s(self.loads(max_steps))]))
             # Scheduling ahead, the end of a step is known only when the next step is scheduled.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvpolicy import policy
 from kvpolicy.fields import WrongValue
-from kvpolicy.order import Order, load
+from kvpolicy.order import Order, Progress, Rank, View, load
 from kvpolicy.simulator import Builtin, Server
 from kvpolicy.simulator.builtin import ordering
 from kvpolicy.simulator.builtin.live_request import LiveRequest
@@ -162,6 +162,26 @@ def test_leaps_change_nothing(spec: str, asynchronous: bool) -> None:
         for field in ("e2e_s", "ttft_s", "preemptions", "recomputed_tokens", "moved_bytes", "steps", "makespan_s"):
             assert getattr(leaping, field) == pytest.approx(getattr(stepping, field)), (field, prefix_caching)
         assert sum(stepping.preemptions.values()) > 0 or spec == "reserve:.2"
+
+
+@pytest.mark.parametrize("spec", ["mlfq:base=16,promote=1e308", "deadline:ttft=1e308", "deadline:tpot=1e308", "own"])
+def test_times_far_in_the_future_are_never(spec: str) -> None:
+    """Next to them a step is nothing: the number of steps until then is no number that is counted."""
+    order = Later("later") if spec == "own" else load(spec)
+    server = Server(16, 1 << 16, 60, 300, token_budget=256, max_running=24, order=order)
+    leaping, stepping = (
+        run(long_outputs(3, 20), server, "always-swap", LINEAR, leap=leap)[0].summary for leap in (True, False)
+    )
+    assert leaping.e2e_s == stepping.e2e_s and leaping.preemptions == stepping.preemptions
+
+
+@dataclass
+class Later(Order):
+    name: str
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((request.prompt_tokens,), until_s=1e308)
 
 
 def long_outputs(seed: int, count: int) -> Workload:
