@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -41,10 +42,12 @@ FORMS: Mapping[str, str] = {
     extensions.FORM: "an order of your own, which FACTORY of the module MODULE makes",
 }
 """Forms of the names, with what each order does: for error messages, for help, and for the pages."""
+MIN_PROMOTE_S = 0.1
+"""Shortest promotion. Every promotion may preempt a running request; a shorter one is near the time of a step."""
 OPTIONS: Mapping[str, str] = {
     "quantum": "output tokens that a request gets before it may be displaced",
     "base": "for mlfq: tokens of the first level, which are its quantum",
-    "promote": "seconds of waiting after which a request goes first, for one quantum",
+    "promote": f"seconds of waiting, {MIN_PROMOTE_S} or more, after which a request goes first, for one quantum",
     "cool": "seconds after its return in which a request that was preempted may not be displaced again",
     "victims": f"last, {' or '.join(rules.VICTIM_RULES)}: who is displaced among equals",
     "worth": f"always, or {' or '.join(WORTH)}: displace only where that gains more waiting than its price costs",
@@ -57,6 +60,8 @@ OPTIONS: Mapping[str, str] = {
     "late": "for deadline: seconds behind its reader from which a request goes after all others",
     "above": "for reserve: the highest priority that may use the reserve",
 }
+NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+"""A number as an option's value: float() also takes spaces, underscores, a sign and the digits of other scripts."""
 OPTIONS_HELP = "options are written ORDER:NAME=VALUE,NAME=VALUE"
 HELP = (
     f"{'; '.join(f'{form}: {what}' for form, what in FORMS.items())}. "
@@ -202,11 +207,8 @@ def _made(spec: Spec, kind: Kind, value: str, options: Mapping[str, str]) -> Ord
 
 
 def _number(spec: Spec, name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0.0 <= number < inf:
+    number = float(text) if NUMBER.fullmatch(text) else inf
+    if number == inf:
         raise spec.refusal(f"has {name}={text}, should be a number, 0 or above")
     return number
 
@@ -215,6 +217,14 @@ def _positive(spec: Spec, name: str, text: str) -> float:
     number = _number(spec, name, text)
     if not number:
         raise spec.refusal(f"has {name}={text}, should be above 0")
+    return number
+
+
+def _promotion(spec: Spec, name: str, text: str) -> float:
+    number = _number(spec, name, text)
+    if number < MIN_PROMOTE_S:
+        problem = f"has {name}={text}, should be {MIN_PROMOTE_S} or above: every promotion may preempt a request"
+        raise spec.refusal(problem)
     return number
 
 
@@ -266,7 +276,7 @@ def _classes(spec: Spec, name: str, text: str) -> tuple[str, ...]:
     return classes
 
 
-_PROMOTE = {"promote": ("promote_s", _positive), "cool": ("cool_down_s", _number)}
+_PROMOTE = {"promote": ("promote_s", _promotion), "cool": ("cool_down_s", _number)}
 _QUANTUM = {"quantum": ("quantum_tokens", _whole), **_PROMOTE}
 KINDS: Mapping[str, Kind] = {
     "fcfs": Kind(rules.Fcfs, {}),

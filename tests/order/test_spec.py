@@ -47,6 +47,11 @@ def test_values_arrive() -> None:
     assert load("urgent:quantum=32/mlfq:base=8").quantum_tokens == load("mlfq:base=32/urgent").quantum_tokens == 32
 
 
+@pytest.mark.parametrize(("text", "number"), [("0.1", 0.1), ("2.", 2.0), (".5", 0.5), ("1e2", 100.0), ("1E+2", 100.0)])
+def test_numbers_are_read_as_they_are_written(text: str, number: float) -> None:
+    assert load(f"mlfq:promote={text}").promote_s == number
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -56,7 +61,17 @@ def test_values_arrive() -> None:
         ("mlfq:base=0", "base=0, should be 1 or more"),
         ("mlfq:base=x", "base=x, should be a whole number"),
         ("mlfq:base", "has 'base', which it does not take"),
-        ("mlfq:promote=0", "promote=0, should be above 0"),
+        ("mlfq:promote=0", "promote=0, should be 0.1 or above: every promotion may preempt a request"),
+        ("mlfq:promote=1e-320", "promote=1e-320, should be 0.1 or above"),
+        ("urgent:promote=1e-6", "promote=1e-6, should be 0.1 or above"),
+        ("las:quantum=1,promote=0.001", "promote=0.001, should be 0.1 or above"),
+        ("mlfq:promote=1e400", "promote=1e400, should be a number"),
+        ("mlfq:promote=1_000", "promote=1_000, should be a number"),
+        ("mlfq:promote=\u0661", "promote=\u0661, should be a number"),
+        ("mlfq:promote= 1", "promote= 1, should be a number"),
+        ("mlfq:promote=+1", "promote=+1, should be a number"),
+        ("mlfq:cool=-1", "cool=-1, should be a number"),
+        ("reserve:.", "SHARE=., should be a number"),
         ("mlfq:promote=nan", "promote=nan, should be a number"),
         ("mlfq:victims=first", "victims=first, should be last, least-computed or cheapest"),
         ("priority:victims=cheapest", "has victims=cheapest, and displaces nobody"),
