@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from dataclasses import fields
 from importlib.metadata import metadata
@@ -76,7 +77,38 @@ def test_the_picture_is_that_of_the_figures() -> None:
 def test_tables_are_those_of_the_raw_numbers(name: str, key: str) -> None:
     tables = tool(name)
     page, raw = tables.PAGE.read_text(), json.loads(tables.RAW.read_text())
-    assert tables.TABLE.search(page) and tables.drawn(page, raw[key]) == page
+    assert tables.COMMENT in page and tables.drawn(page, raw[key]) == page
+    unspaced = re.sub(rf"({tables.COMMENT}[^>]*-->\n)\n", r"\1", page, count=1)
+    with pytest.raises(SystemExit, match="should be followed by an empty line"):
+        tables.drawn(unspaced, raw[key])
+
+
+@pytest.mark.parametrize("name", ["order_tables", "regime_tables"])
+def test_tools_that_write_tables_say_what_they_take(name: str) -> None:
+    shown_help = subprocess.run(
+        [sys.executable, ROOT / "tools" / f"{name}.py", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "[FILE ...]" in shown_help.stdout
+    command = [sys.executable, ROOT / "tools" / f"{name}.py", "nowhere.json"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and refused.stderr.endswith("error: nowhere.json is no file\n")
+
+
+def test_a_table_of_promotions_is_one_by_its_comment() -> None:
+    tables = tool("order_tables")
+    places = json.loads(tables.RAW.read_text())["places"]
+    place = "machine=H100-SXM requests=800 kv_blocks=26000 seeds=2"
+    heads = {kind: tables.drawn(f"<!-- places: {kind}{place} -->\n\n", places).splitlines()[2] for kind in KINDS}
+    assert heads["table=promotion "].startswith("| promote, s") and heads[""].startswith("| load")
+    for wrong, why in (
+        ("table=other " + place, "should be table=promotion"),
+        ("table=promotion requests=800", "of one"),
+    ):
+        with pytest.raises(SystemExit, match=why):
+            tables.drawn(f"<!-- places: {wrong} -->\n\n", places)
+
+
+KINDS = ("", "table=promotion ")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,14 +2,15 @@
 
 FILE: what `benchmarks/orders_study.py` or `benchmarks/orders_classes.py` wrote with `--json`. Its places take those of
 the same name in docs/orders.json, or are added. A table stands behind a comment that names its places, as
-`<!-- places: machine=A100-SXM-80GB requests=800 kv_blocks=26000 seeds=5 -->`, and is redrawn as a whole.
+`<!-- places: machine=A100-SXM-80GB requests=800 kv_blocks=26000 seeds=5 -->`, and is redrawn as a whole. With
+`table=promotion` it compares the promotions of `mlfq`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from math import exp, log
 from pathlib import Path
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, RAW = ROOT / "docs" / "orders.md", ROOT / "docs" / "orders.json"
 DIGITS = 6
 SWAP = "swap"
-TABLE = re.compile(r"<!-- places: (?P<fields>[^>]*) -->\n\n(?:\|.*\n)*")
+COMMENT = "<!-- places:"
+TABLE = re.compile(rf"{COMMENT} (?P<fields>[^>]*) -->\n\n(?:\|.*\n)*")
 MEASURED = "rate_per_s"
 """Of a place: a result, not a part of its name."""
 LEFT_OUT = ("p50", "prefix_hits", "deadline_requests", "slo_share", "goodput_req_s")
@@ -28,11 +30,15 @@ LEFT_OUT = ("p50", "prefix_hits", "deadline_requests", "slo_share", "goodput_req
 Place = Mapping[str, Any]
 Arm = Mapping[str, Any]
 Result = Mapping[str, Any]
+Table = tuple[Sequence[str], list[list[str]]]
+"""Heads and rows."""
 STUDY = (
     "load", "order, how", "e2e per token", "mean e2e", "mean TTFT", "p99 e2e", "tokens/s, steady (all)",
     "longest gap p99, s", "longest pause, s", "preempted", "recomputed K / moved GB",
 )  # fmt: skip
-PROMOTION = ("promote, s", "how", "mean e2e", "mean TTFT", "p99 e2e", "tokens/s", "longest pause, s", "preempted")
+PROMOTION = "promotion"
+"""As `table` of a comment."""
+PROMOTIONS = ("promote, s", "how", "mean e2e", "mean TTFT", "p99 e2e", "tokens/s", "longest pause, s", "preempted")
 CLASSES = (
     "order, how", "urgent TTFT mean, s", "p99", "urgent e2e", "batch tokens/s", "batch e2e, s",
     "batch longest gap p99, s", "preempted", "moved GB",
@@ -76,17 +82,24 @@ def text_of(raw: Mapping[str, Any]) -> str:
 
 
 def drawn(page: str, places: Sequence[Place]) -> str:
-    """The page with all its tables anew. Raises SystemExit where a comment names no place."""
+    """The page with all its tables anew. Raises SystemExit for a comment that names no place, or that no empty line
+    follows."""
 
     def table(found: re.Match[str]) -> str:
         fields = dict(part.split("=", 1) for part in re.findall(r'\w+=(?:"[^"]*"|\S+)', found["fields"]))
+        kind = fields.pop("table", "")
+        if kind not in ("", PROMOTION):
+            raise SystemExit(f"{PAGE.name}: table={kind} should be table={PROMOTION}, or left out")
         chosen = [one for one in places if all(shown(one["place"].get(n)) == v.strip('"') for n, v in fields.items())]
         if not chosen:
             raise SystemExit(f"{PAGE.name}: {RAW.name} has no places {found['fields']}")
-        rows = [[*heads_of(chosen[0]["place"])], *rows_of(chosen)]
+        heads, rows = promotion_table(chosen) if kind else table_of(chosen)
+        rows.insert(0, [*heads])
         rows.insert(1, ["--"] * len(rows[0]))
-        return f"<!-- places: {found['fields']} -->\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        return f"{COMMENT} {found['fields']} -->\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
+    if len(TABLE.findall(page)) != page.count(COMMENT):
+        raise SystemExit(f"{PAGE.name}: every `{COMMENT} ... -->` should be followed by an empty line and its table")
     return TABLE.sub(table, page)
 
 
@@ -94,19 +107,18 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def heads_of(place: Place) -> Sequence[str]:
-    if "arrivals" in place:
-        return CLASSES
-    return PROMOTION if place["seeds"] == 2 else STUDY
-
-
-def rows_of(places: Sequence[Place]) -> list[list[str]]:
+def table_of(places: Sequence[Place]) -> Table:
     if "arrivals" in places[0]["place"]:
-        return [classes_row(arm) for one in places for arm in one["arms"]]
-    if places[0]["place"]["seeds"] == 2:
-        return promotion_rows(places[0]["arms"])
+        return CLASSES, [classes_row(arm) for one in places for arm in one["arms"]]
     by_load = sorted(places, key=lambda one: float(one["place"]["load"]))
-    return [[shown(one["place"]["load"]), *row] for one in by_load for row in study_rows(one["arms"])]
+    return STUDY, [[shown(one["place"]["load"]), *row] for one in by_load for row in study_rows(one["arms"])]
+
+
+def promotion_table(places: Sequence[Place]) -> Table:
+    """Raises SystemExit for several places, whose rows could not be told apart."""
+    if len(places) > 1:
+        raise SystemExit(f"{PAGE.name}: table={PROMOTION} is of one place, and {len(places)} match")
+    return PROMOTIONS, promotion_rows(places[0]["arms"])
 
 
 def arm_of(arms: Sequence[Arm], order: str, how: str, watermark: float = 0.0) -> Arm:
@@ -197,14 +209,26 @@ def preempted(arm: Arm) -> float:
     return fmean(sum(result["preemptions"].values()) for result in arm["results"])
 
 
-def main(files: Sequence[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="files of benchmarks/orders_study.py or orders_classes.py, written with --json",
+    )
+    files = parser.parse_args().files
+    for file in files:
+        if not file.is_file():
+            parser.error(f"{file} is no file")
     raw = json.loads(RAW.read_text())
     for file in files:
-        raw["places"] = merged(raw["places"], json.loads(Path(file).read_text())["places"])
+        raw["places"] = merged(raw["places"], json.loads(file.read_text())["places"])
     page = drawn(PAGE.read_text(), raw["places"])
     RAW.write_text(text_of(raw))
     PAGE.write_text(page)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

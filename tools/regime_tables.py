@@ -6,16 +6,17 @@ file, or are added. A table stands behind `<!-- regimes: KIND -->` and is redraw
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RAW = ROOT / "docs" / "when-to-switch-on.md", ROOT / "docs" / "when-to-switch-on.json"
-TABLE = re.compile(r"<!-- regimes: (?P<kind>[^>]*) -->\n\n(?:\|.*\n)*")
+COMMENT = "<!-- regimes:"
+TABLE = re.compile(rf"{COMMENT} (?P<kind>[^>]*) -->\n\n(?:\|.*\n)*")
 MACHINES = {"H100-SXM": "H100", "A100-SXM-80GB": "A100", "L40S": "L40S", "H20": "H20", "cpu": "CPU"}
 KINDS = {"one class": ("one class", "short requests"), "two classes": ("two classes",)}
 """What a table holds, where that is not one kind by its own name."""
@@ -39,7 +40,8 @@ def text_of(rows: Sequence[Row]) -> str:
 
 
 def drawn(page: str, rows: Sequence[Row]) -> str:
-    """The page with all its tables anew. Raises SystemExit where a comment names a kind that no regime is of."""
+    """The page with all its tables anew. Raises SystemExit for a comment that names a kind that no regime is of, or
+    that no empty line follows."""
 
     def table(found: re.Match[str]) -> str:
         kind = found["kind"]
@@ -49,8 +51,10 @@ def drawn(page: str, rows: Sequence[Row]) -> str:
         of_order = "batch e2e, order" if kind == "two classes" else "TTFT, order"
         lines = [heads(of_order), *(cells(row, of_order) for row in sorted(chosen, key=place_of))]
         lines.insert(1, ["--"] * len(lines[0]))
-        return f"<!-- regimes: {kind} -->\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        return f"{COMMENT} {kind} -->\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
+    if len(TABLE.findall(page)) != page.count(COMMENT):
+        raise SystemExit(f"{PAGE.name}: every `{COMMENT} ... -->` should be followed by an empty line and its table")
     return TABLE.sub(table, page)
 
 
@@ -117,14 +121,22 @@ def interval(figure: Mapping[str, Any]) -> str:
     return f"{figure['value']:.3f} ({low} to {high})"
 
 
-def main(files: Sequence[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="files of benchmarks/matrix_regimes.py, written with --json"
+    )
+    files = parser.parse_args().files
+    for file in files:
+        if not file.is_file():
+            parser.error(f"{file} is no file")
     rows = json.loads(RAW.read_text())["rows"]
     for file in files:
-        rows = merged(rows, json.loads(Path(file).read_text())["rows"])
+        rows = merged(rows, json.loads(file.read_text())["rows"])
     page = drawn(PAGE.read_text(), rows)
     RAW.write_text(text_of(rows))
     PAGE.write_text(page)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
