@@ -1,7 +1,8 @@
 """What vLLM's scheduler asks of memory, places and budget before it admits a request, without asking it to.
 
 The rules differ between versions of vLLM, which are named where they do. Drafted tokens and pipeline stages take no
-part: the plugin serves neither.
+part: the plugin refuses drafted tokens beside an order of service, which alone asks here, and does not serve pipeline
+stages at all.
 """
 
 from __future__ import annotations
