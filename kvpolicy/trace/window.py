@@ -160,14 +160,14 @@ def _times(core: Path, simulated: bool) -> CoreTimes | None:
         return CoreTimes(extent, extent.written_s - extent.last_s)
     try:
         created_s = _epoch_s(header.created)
-    except ValueError:
+    except (ValueError, OverflowError):
         where = f"{core / 'header.json'}: field created"
         raise TraceError(f"{where} is {header.created!r}, should be an ISO time") from None
     return CoreTimes(extent, created_s - header.clock_s)
 
 
 def _epoch_s(iso: str) -> float:
-    """Seconds since the epoch. Raises ValueError for what is no ISO time, OverflowError for one beyond all clocks."""
+    """Seconds since the epoch. Refuses as datetime does what is no ISO time, or is beyond all clocks."""
     found = datetime.fromisoformat(iso)
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
