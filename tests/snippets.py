@@ -63,6 +63,13 @@ def _shown(line: str) -> Shown:
     return Shown(tuple(word for word in words if word), frozenset(flags), not dots)
 
 
+def block_below(words: str, name: str = "README.md") -> list[list[str]]:
+    """Every line of the first block below these words, split as a shell does it; variables that it sets come first."""
+    _, found, below = (ROOT / name).read_text().partition(words)
+    assert found, f"{name}: no {words!r}"
+    return [shlex.split(line, comments=True) for line in below.split("```")[1].splitlines() if line]
+
+
 if __name__ == "__main__":
     for page in sys.argv[1:]:
         for snippet in snippets(page):

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import kvpolicy
+from tests.snippets import block_below
 from tests.test_environment import tool
 from tools import environment
 
@@ -31,6 +32,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(out.glob("kvpolicy-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("kvpolicy-*.tar.gz"))
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +132,13 @@ def test_the_citation_is_of_this_version_and_place() -> None:
     assert citation.get("repository-code", "") == repository
 
 
-def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
-    subprocess.run([*build, "--sdist", str(ROOT)], check=True, capture_output=True)
-    with tarfile.open(next(tmp_path.glob("kvpolicy-*.tar.gz"))) as archive:
+def test_the_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert not (unpacked / ".ci").exists() and (unpacked / "tests").is_dir()
-    subprocess.run([*build, "--wheel", str(unpacked)], check=True, capture_output=True)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), "--wheel", str(unpacked)]
+    subprocess.run(build, check=True, capture_output=True)
     built = next(tmp_path.glob("kvpolicy-*.whl"))
     assert sorted(zipfile.ZipFile(built).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
@@ -142,6 +151,45 @@ def test_its_command_runs_away_from_the_checkout(installed: Path) -> None:
     files, *printed = elsewhere(installed, code).splitlines()
     assert all(file.startswith(str(installed)) for file in files.split())
     assert printed[0] == "scheduler-cls: kvpolicy_vllm.AdaptiveScheduler"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_the_first_quick_start_runs_in_a_new_environment(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """As README prints it, away from the checkout, with nothing but the base dependencies of an index; the built file
+    stands for kvpolicy's name at that index."""
+    package, scripts, folder = request.getfixturevalue(kind), tmp_path / "new" / "bin", tmp_path / "away"
+    folder.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", str(scripts.parent)], check=True, capture_output=True)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVPOLICY"))}
+    variables["PATH"] = os.pathsep.join([str(scripts), os.environ["PATH"]])
+
+    def printed_by(*words: str) -> str:
+        done = subprocess.run(
+            [str(scripts / words[0]), *words[1:]], env=variables, cwd=folder, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return done.stdout
+
+    try:
+        printed_by("pip", "download", "--no-deps", "--dest", str(tmp_path / "probe"), "hatchling")
+    except AssertionError as unreachable:
+        pytest.skip(f"no package index: {str(unreachable)[-200:]}")
+    install, demo, explain = block_below("**Half a minute, no engine.**")
+    assert install == ["pip", "install", "kvpolicy"]
+    printed_by("pip", "install", str(package))
+    names = {line.split("==")[0].lower() for line in printed_by("pip", "freeze").splitlines()}
+    assert "lightgbm" in names and not names & {"vllm", "torch"}, "the base dependencies alone"
+    where = printed_by(
+        "python", "-c", "import kvpolicy, kvpolicy_vllm as ours; print(kvpolicy.__file__, ours.__file__)"
+    )
+    assert all(file.startswith(str(scripts.parent)) for file in where.split())
+    assert printed_by("kvpolicy", "--version").split()[-1] == kvpolicy.__version__
+    assert "cpu-llama-simulated-link" in printed_by("kvpolicy", "list")
+    assert "headline, fixed beforehand:" in printed_by(*demo)
+    assert "\nchoice: " in printed_by(*explain)
 
 
 @pytest.mark.parametrize("name", MODELS)
