@@ -61,14 +61,24 @@ def server(
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`kvpolicy serve`, up and answering; ended by its own process id. ``checked``: whether it checks its flags
     before."""
-    port, log = free_port(), folder / "server.log"
+    port = free_port()
     before = () if checked else ("--no-check",)
     command = [sys.executable, "-m", "kvpolicy.cli", "serve", model, *before, *arguments, *vllm_flags(port)]
-    environment = harness.environment(workers, multiprocess=True) | {"VLLM_LOGGING_LEVEL": "INFO"}
+    with started(command, port, folder, harness.environment(workers, multiprocess=True)) as running:
+        yield running
+
+
+@contextmanager
+def started(
+    command: list[str], port: int, folder: Path, environment: dict[str, str], working: Path = harness.ROOT
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server's command, run in the folder ``working``: as :func:`server`. Its log is in ``folder``."""
+    log = folder / "server.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, env=environment, cwd=harness.ROOT, stdout=sink, stderr=sink, start_new_session=True
-        )
+            command, env=environment | {"VLLM_LOGGING_LEVEL": "INFO"}, cwd=working, stdout=sink, stderr=sink,
+            start_new_session=True,
+        )  # fmt: skip
     try:
         base = f"http://127.0.0.1:{port}"
         wait_for(base, process, log)
