@@ -73,6 +73,18 @@ def test_the_picture_is_that_of_the_figures() -> None:
     assert drawn.PICTURE.read_text() == drawn.picture(drawn.PAGE.read_text())
 
 
+def test_the_picture_of_hit_rates_is_that_of_the_raw_numbers() -> None:
+    drawn = tool("hit_rate_picture")
+    rows = json.loads(drawn.RAW.read_text())["rows"]
+    assert drawn.PICTURE.read_text() == drawn.picture(rows)
+    page = (ROOT / "docs" / "caching.md").read_text()
+    for share in sorted({row["prefixed"] for row in rows}):
+        whole = [f"{row['hit_rate']:.1%}" for row in rows if row["prefixed"] == share]
+        fifths = [", ".join(f"{one:.0%}".rstrip("%") for one in row["by_fifth"]) + "%" for row in rows
+                  if row["prefixed"] == share]  # fmt: skip
+        assert f"| {share:.0%} | {' | '.join([*whole, *fifths])} |" in page
+
+
 @pytest.mark.parametrize(("name", "key"), [("order_tables", "places"), ("regime_tables", "rows")])
 def test_tables_are_those_of_the_raw_numbers(name: str, key: str) -> None:
     tables = tool(name)
