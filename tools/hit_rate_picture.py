@@ -1,6 +1,7 @@
 """Draw `docs/chat-hit-rates.svg` from docs/chat-hit-rates.json: `python tools/hit_rate_picture.py [BENCH]`.
 
-BENCH: a `bench.json` of `kvpolicy bench chat`, whose hit rates take the place of those in the JSON file first. A panel for each share of prefixed conversations: tokens found in a cache, by fifth of a run's time.
+BENCH: a `bench.json` of `kvpolicy bench chat`, whose hit rates take the place of those in the JSON file first. A panel
+for each share of prefixed conversations: tokens found in a cache, by fifth of a run's time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def picture(rows: Sequence[Row]) -> str:
         f"<style>{STYLE}\n</style>",
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
         _text(
-            24, 34, "A chat whose windows take three times the device's memory finds them in the host's", "title ink"
+            24, 34, "Windows of a chat that take three times the device's memory are found in the host's", "title ink"
         ),
         _text(24, 58, "Share of looked-up tokens that were found, by fifth of a run; CPU engine, one run each", "soft"),
     ]
