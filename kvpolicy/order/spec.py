@@ -209,7 +209,7 @@ def _made(spec: Spec, kind: Kind, value: str, options: Mapping[str, str]) -> Ord
 def _number(spec: Spec, name: str, text: str) -> float:
     number = float(text) if NUMBER.fullmatch(text) else inf
     if number == inf:
-        raise spec.refusal(f"has {name}={text}, should be a number, 0 or above")
+        raise spec.refusal(f"has {name}={text[:64]}, should be a finite number, 0 or above")
     return number
 
 

@@ -64,6 +64,7 @@ def test_a_visit_is_of_the_last_level_that_its_age_reaches() -> None:
     visits = [returns.visit({"a": 1}) for _ in ages]
     for age in ages:
         assert visits[-1 - age].level == max(level for level in range(LEVELS) if STARTS[level] <= age)
+    assert len(returns._aging) <= STARTS[-1], "those of the last level are not held for ever"
 
 
 def test_rates_are_those_of_the_last_evaluation_whenever_they_are_asked_for() -> None:

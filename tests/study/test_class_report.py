@@ -103,6 +103,10 @@ def test_no_warning_where_all_are_there_or_the_order_is_ones_own() -> None:
     assert class_warnings([granting("chat", "python:module:order/mlfq", "chat")]) == []
 
 
+def test_no_warning_for_an_order_that_names_refuse_today() -> None:
+    assert class_warnings([granting("", "urgent/mlfq:base=8,promote=1e-6", "default")]) == []
+
+
 def test_a_report_shows_the_warning(hardware: str, tmp_path: Path) -> None:
     classes = Classes.parse("urgent+chat")
     report = simulate(hardware, tmp_path / "c", workloads=[TWO], policies=["always-swap"], classes=classes)
