@@ -140,6 +140,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
                 "seed": 0,
                 "objective": "victim",
                 "how": Estimation(),
+                "between": None,
             },
         ),
         (
@@ -151,6 +152,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
                 "seed": 0,
                 "objective": "engine",
                 "how": Estimation(("dr",), "bernstein", limit_s=2.0),
+                "between": None,
             },
         ),
         (
