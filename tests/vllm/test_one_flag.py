@@ -11,10 +11,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import LLM
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.llm_engine import LLMEngine
 
 import kvpolicy_vllm.plugin
+from kvpolicy import policy as policies
 from kvpolicy.errors import InputError
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
@@ -51,6 +55,7 @@ def test_it_is_what_the_flags_are(model: str, tmp_path: Path, monkeypatch: pytes
     assert config.scheduler_config.scheduler_cls == SCHEDULER
     assert {name: getattr(config.kv_transfer_config, name) for name in wanted} == wanted
     assert config.shutdown_timeout == launch.SHUTDOWN_S, "time to write the trace"
+    assert made.scheduler_cls is None and made.kv_transfer_config is None, "the arguments are as they were"
     again = made.create_engine_config()
     assert again.kv_transfer_config.kv_connector_extra_config == extra, "API processes make it again"
 
@@ -127,9 +132,64 @@ def test_a_damaged_model_is_named_by_its_file(
 
 def test_a_command_line_without_fault_gets_the_flags(model: str) -> None:
     made = from_command_line("--model", model)
-    assert isinstance(made, AsyncEngineArgs) and made.scheduler_cls == SCHEDULER
     config = made.create_engine_config()
+    assert isinstance(made, AsyncEngineArgs) and config.scheduler_config.scheduler_cls == SCHEDULER
     assert config.kv_transfer_config.kv_connector_extra_config["policy"] == "always-swap"
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_programs_that_make_arguments_of_arguments_get_the_flags(
+    model: str, monkeypatch: pytest.MonkeyPatch, configured: bool
+) -> None:
+    """`vllm bench throughput` and others hand all attributes of the arguments to LLM, which makes further ones."""
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags = ["--model", model, "--dtype", "float32", "--skip-tokenizer-init", "--no-enable-prefix-caching"]
+    made = EngineArgs.from_cli_args(parser.parse_args(flags))
+    if configured:
+        made.create_engine_config()
+    started: list[EngineArgs] = []
+
+    def engine(cls: type, engine_args: EngineArgs, **more: Any) -> None:
+        started.append(engine_args)
+        raise InterruptedError
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", classmethod(engine))
+    with pytest.raises(InterruptedError):  # where the engine would have been started
+        LLM.from_engine_args(made)
+    config = started[0].create_engine_config()
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert config.kv_transfer_config.kv_connector_extra_config["policy"] == "always-swap"
+
+
+def test_a_model_of_the_engine_is_loaded_by_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "load", lambda *a, **k: pytest.fail("only the engine knows its model and device"))
+    monkeypatch.setenv("KVPOLICY", "cheapest:analytic")
+    assert from_command_line("--model", model).create_engine_config().kv_transfer_config
+
+
+def test_only_the_policys_errors_are_put_down_to_it(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of the trace becomes absolute, for which the working directory must be there."""
+    monkeypatch.setenv("KVPOLICY", "always-swap,trace=mine")
+
+    def gone(self: Path) -> Path:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "absolute", gone)
+    with pytest.raises(SystemExit):
+        from_command_line("--model", model)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "No such file" in said and "policy" not in said.replace("kvpolicy: error", "")
+
+
+def test_the_same_flags_may_be_given_beside_it(model: str) -> None:
+    """And configurations are made again, in which the plugin sets the host memory that the settings leave open."""
+    transfer = KVTransferConfig(**transfer_config({"policy": "always-swap"}))
+    both = arguments(model, scheduler_cls=SCHEDULER, kv_transfer_config=transfer)
+    for _ in range(2):
+        config = both.create_engine_config()
+        assert config.kv_transfer_config.kv_connector_extra_config["policy"] == "always-swap"
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,19 @@ variable is set, two methods of ``EngineArgs`` are wrapped there, which vLLM 0.2
 - ``create_engine_config``, through which every engine comes, of the command line and of ``vllm.LLM``. The wrapper sets
   the scheduler class and the transfer configuration just as the flags would, and calls the original. An error in the
   variable, or beside flags that contradict it, is raised there.
-- ``from_cli_args``, which makes the arguments of a program from its command line. The wrapper sets the same, and shows
-  an error in one line as the parser shows that of a flag, where an exception would end a server in a page of calls.
+- ``from_cli_args``, which makes the arguments of a program from its command line. The wrapper tries the flags on a
+  copy, and shows an error in one line as the parser shows that of a flag, where an exception would end a server in a
+  page of calls. It is in force where the program's parser has loaded vLLM's plugins, as that of ``vllm serve`` has.
+  Elsewhere ``create_engine_config`` raises the error.
 
-The policy with its cost model, and the order, are loaded by then: nothing of the engine has started, no weight is read.
-Nothing is changed where the variable is not set.
+By then the policy with its cost model, and the order, are loaded, and nothing of the engine has started. A policy that
+needs the engine, as ``cheapest:analytic`` does, is loaded later, by the scheduler. Nothing is changed where the
+variable is not set.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -29,6 +33,8 @@ VARIABLE = "KVPOLICY"
 OFF = "off"
 CONFLICTS = ("scheduler_cls", "kv_transfer_config", "kv_offloading_size")
 """Engine arguments that the variable stands in for, or that exclude the plugin."""
+SET = ("scheduler_cls", "kv_transfer_config", "shutdown_timeout")
+"""Engine arguments that :func:`set_flags` sets, where vLLM has them."""
 
 
 def line_of_environment() -> str:
@@ -52,29 +58,40 @@ def heed_environment() -> None:
 
 
 def _heeding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``EngineArgs.create_engine_config`` that sets the plugin's flags first."""
+    """``EngineArgs.create_engine_config`` that has the plugin's flags set.
+
+    The arguments are as they were afterwards: vLLM makes further configurations of them, and further arguments of all
+    their attributes, and what the plugin sets in the configuration's transfer settings would be in these.
+    """
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if line := line_of_environment():
+        line = line_of_environment()
+        if not line:
+            return original(self, *args, **kwargs)
+        given = {name: getattr(self, name) for name in SET if hasattr(self, name)}
+        try:
             set_flags(self, line)
-        return original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+        finally:
+            for name, value in given.items():
+                setattr(self, name, value)
 
     create_engine_config.heeds_kvpolicy = True  # type: ignore[attr-defined]
     return create_engine_config
 
 
 def _refusing_in_one_line(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``EngineArgs.from_cli_args`` that sets the plugin's flags in what it made, and ends the program, with the exit
-    status of a wrong flag, where they cannot be set."""
+    """``EngineArgs.from_cli_args`` that ends the program, with the exit status of a wrong flag, where the flags
+    cannot be set. What it made is left as it is."""
 
     @functools.wraps(original)
     def from_cli_args(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         arguments = original(cls, *args, **kwargs)
         if line := line_of_environment():
             try:
-                set_flags(arguments, line)
-            except KVPolicyError as error:
+                set_flags(copy.copy(arguments), line)
+            except (KVPolicyError, OSError) as error:
                 print(f"kvpolicy: error: {error}", file=sys.stderr)
                 raise SystemExit(2) from None
         return arguments
@@ -91,8 +108,6 @@ def set_flags(arguments: Any, line: str) -> None:
 
     from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, transfer_config, writes_to_disk
 
-    if getattr(arguments, "kvpolicy_line", None) == line:  # vLLM makes a configuration of the same arguments again
-        return
     extra = extra_config(line)
     ours: dict[str, Any] = {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(extra)}
     for name in CONFLICTS:
@@ -103,29 +118,32 @@ def set_flags(arguments: Any, line: str) -> None:
             f"{VARIABLE} is set and --{name.replace('_', '-')} is given as well, which the variable stands for or "
             f"excludes: leave one of them out ({VARIABLE}={OFF} switches the variable off)"
         )
-    arguments.kvpolicy_line = line
     arguments.scheduler_cls = SCHEDULER
-    if arguments.kv_transfer_config is None:
-        arguments.kv_transfer_config = KVTransferConfig(**ours["kv_transfer_config"])
+    given = arguments.kv_transfer_config
+    arguments.kv_transfer_config = (
+        KVTransferConfig(**ours["kv_transfer_config"]) if given is None else copy.deepcopy(given)
+    )
     if writes_to_disk(extra) and not getattr(arguments, "shutdown_timeout", SHUTDOWN_S):
         arguments.shutdown_timeout = SHUTDOWN_S
 
 
 def extra_config(line: str) -> dict[str, Any]:
-    """The plugin's ``kv_connector_extra_config`` for a line, whose policy and order were loaded.
+    """The plugin's ``kv_connector_extra_config`` for a line, whose policy and order were loaded, except a policy that
+    needs the engine.
 
     Raises InputError naming the variable and the key that is wrong, for a cost model its file and field, too.
     """
-    from kvpolicy_vllm.plugin.settings import options, refuse_unsafe_files
+    from kvpolicy_vllm.plugin.settings import keys_of, refuse_unloadable, refuse_unsafe_files
 
     settings = server_settings(read_line(line, VARIABLE), VARIABLE)
     try:
         refuse_unsafe_files(settings)
-        return options(settings)
+        refuse_unloadable(settings)
     except WrongValue as wrong:  # which names the key itself
         raise InputError(f"{VARIABLE}: {wrong}") from wrong
     except (KVPolicyError, OSError) as error:
         raise InputError(f"{VARIABLE}: policy is {settings.policy!r}, which cannot be loaded: {error}") from error
+    return keys_of(settings)
 
 
 def _same(given: Any, ours: Any) -> bool:

@@ -150,22 +150,31 @@ def loads(connector: Mapping[str, Any]) -> bool:
 
 
 def options(settings: ServerSettings) -> dict[str, Any]:
+    """The plugin's ``kv_connector_extra_config``. Raises as :func:`refuse_unloadable`."""
+    refuse_unloadable(settings)
+    return keys_of(settings)
+
+
+def keys_of(settings: ServerSettings) -> dict[str, Any]:
     """The plugin's ``kv_connector_extra_config``: only settings that differ from the defaults, defined in one place.
 
-    Folders become absolute, since the server may be started elsewhere. Raises KVPolicyError for a policy that cannot be
-    loaded.
+    Folders become absolute, since the server may be started elsewhere.
     """
+    return changed_values(replace(settings, policy=policies.anchored(settings.policy)))
+
+
+def refuse_unloadable(settings: ServerSettings) -> None:
+    """Raise KVPolicyError or OSError for a policy that cannot be loaded, WrongValue for an online state of a policy
+    that learns nothing. One that needs the engine is not loaded: only the engine knows its model and device."""
     policy, state_file = settings.policy, settings.online_state
-    values = changed_values(replace(settings, policy=policies.anchored(policy)))
-    if policies.needs_engine(policy):  # cannot be loaded here: only the engine knows its model and device
-        return values
-    loaded = policies.load(values["policy"], allow_python=settings.allow_python_policies)
+    if policies.needs_engine(policy):
+        return
+    loaded = policies.load(policies.anchored(policy), allow_python=settings.allow_python_policies)
     can_learn = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
     if state_file is not None and not can_learn:
         raise WrongValue(
             "online_state", f"is {state_file}, but policy {policy} learns nothing while it serves; {TEACH}"
         )
-    return values
 
 
 def refuse_unsafe_files(settings: ServerSettings) -> None:
