@@ -24,7 +24,7 @@ Copies that a measuring tool makes beside a preemption share in no step; what th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -97,7 +97,7 @@ def attribute(trace: Trace, models: Mapping[str, StepTimeModel] | None = None) -
     complete &= recomputed >= _ints(outcomes, "recomputed_tokens")
     complete &= (_ints(outcomes, "loaded_tokens") == 0) | (has_load > 0)
     outcomes = _fill_empty(_fill_empty(outcomes, "engine_s", engine_s, ~complete), "others_delay_s", delay_s, ~complete)
-    return Trace(trace.headers, dict(trace.tables) | {"outcomes": outcomes})
+    return replace(trace, tables=dict(trace.tables) | {"outcomes": outcomes})
 
 
 def _fill_empty(table: pa.Table, column: str, values: Floats, empty: Flags) -> pa.Table:

@@ -8,6 +8,7 @@ predicted nothing, what a cost model predicts for the recorded situation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
@@ -96,7 +97,8 @@ def _within(trace: Trace, windows: Sequence[Row]) -> Trace:
             inside = pc.or_(inside, pc.and_(steps, pc.equal(table["core"], row["core"])))
         tables[name] = table.filter(inside)
     cores = {row["core"] for row in windows}
-    return Trace({core: header for core, header in trace.headers.items() if core in cores}, tables)
+    headers = {core: header for core, header in trace.headers.items() if core in cores}
+    return replace(trace, headers=headers, tables=tables)
 
 
 def _headroom(

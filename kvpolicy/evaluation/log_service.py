@@ -15,7 +15,7 @@ UNFINISHED = ("abort", "error")
 
 def log_service(traces: Sequence[Trace], slo: Slo = NO_SLO) -> dict[str, ClassSummary]:
     """By the class's name; empty for traces without served requests. Requests of traces that know no classes are of the
-    default one.
+    default one. In a window of time those count that arrived in it.
 
     Rows of requests do not hold the times between tokens: of ``itl_s`` only the mean is known, and nothing of
     ``longest_gap_s``. Each engine core has a clock of its own, so a makespan is the sum of the cores'. ``slo``:
@@ -23,7 +23,7 @@ def log_service(traces: Sequence[Trace], slo: Slo = NO_SLO) -> dict[str, ClassSu
     """
     tallies: dict[str, dict[tuple[int, str], ClassTally]] = {}
     for number, trace in enumerate(traces):
-        for row in trace.rows("requests"):
+        for row in trace.arrivals().to_pylist():
             if row["first_token_s"] is None or row["last_token_s"] is None or row["finish"] in UNFINISHED:
                 continue
             if row["output_tokens"] < 1:

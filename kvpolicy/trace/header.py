@@ -6,8 +6,8 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import isfinite
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 from kvpolicy.errors import InputError
@@ -150,7 +150,11 @@ class Header:
         for name in ("order", "order_digest"):
             if not isinstance(values.setdefault(name, None), str | None):
                 raise TraceError(f"{path}: field {name} is {values[name]!r}, should be a text, or null")
+        if not isinstance(values["created"], str):
+            raise TraceError(f"{path}: field created is {values['created']!r}, should be an ISO time")
         clock_s = values.setdefault("clock_s", None)
-        if clock_s is not None and (type(clock_s) not in (int, float) or not isfinite(clock_s)):
-            raise TraceError(f"{path}: field clock_s is {clock_s!r}, should be a number, or null")
+        if clock_s is not None and (type(clock_s) not in (int, float) or not abs(clock_s) <= float_info.max):
+            shown = repr(clock_s)
+            shown = shown if len(shown) <= 40 else f"{shown[:20]}..., {len(shown)} characters long"
+            raise TraceError(f"{path}: field clock_s is {shown}, should be a number, or null")
         return cls(**{name: values[name] for name in names})

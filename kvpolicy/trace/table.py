@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,16 @@ class Trace:
     headers: Mapping[str, Header]
     """Headers by core."""
     tables: Mapping[str, pa.Table]
+    begin_s: Mapping[str, float] = field(default_factory=dict)
+    """When a window of time began, by core and on its clock; empty of a whole trace. See :meth:`arrivals`."""
+
+    def arrivals(self) -> pa.Table:
+        """The rows of ``requests`` to count. A window also has those that arrived before it and were served in it."""
+        requests = self.table("requests")
+        for core, begin_s in self.begin_s.items():
+            inside = pc.or_(pc.not_equal(requests["core"], core), pc.greater_equal(requests["arrival_s"], begin_s))
+            requests = requests.filter(inside)
+        return requests
 
     def table(self, name: str) -> pa.Table:
         """A table, empty if nothing was recorded for it. Raises KeyError for an unknown name."""

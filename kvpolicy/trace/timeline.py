@@ -10,6 +10,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,13 @@ def write_events(trace: Trace, out: Path) -> int:
 
 
 def events(trace: Trace) -> Iterator[Event]:
-    """The trace's events. Time 0 of each core is the first thing that it recorded."""
+    """The trace's events. Time 0 of each core is the first thing that it recorded. In a window, requests
+    that arrived before it are drawn from its beginning on."""
     for number, core in enumerate(sorted(trace.headers)):
         rows = {name: [row for row in trace.rows(name) if row["core"] == core]
                 for name in ("steps", "decisions", "outcomes", "transfers", "requests")}  # fmt: skip
+        begin_s = trace.begin_s.get(core, -inf)
+        rows["requests"] = [row | {"arrival_s": max(row["arrival_s"], begin_s)} for row in rows["requests"]]
         yield from _Core(core, 2 * number + 1, rows).events()
 
 

@@ -8,7 +8,8 @@ clock is no time of day: there only times back from the end are taken.
 
 Of ``decisions``, ``steps`` and the other tables, those rows are in a window whose time
 (:data:`~kvpolicy.trace.row_groups.TIMES`) is: a preemption that ended after it has no outcome, one that was decided
-before it has none either, and of requests those count that arrived in it.
+before it has none either. Of requests those count that arrived in it (:meth:`~kvpolicy.trace.Trace.arrivals`). Those
+that arrived before and were served in it are there, too: by them is seen which preemptions are recorded completely.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import pyarrow as pa
 from kvpolicy.fields import WrongValue
 from kvpolicy.trace.header import Header
 from kvpolicy.trace.parts import TraceError, TraceWarning
-from kvpolicy.trace.row_groups import TIMES, Extent, core_rows, extent_of
+from kvpolicy.trace.row_groups import TIMES, Extent, core_rows, extent_of, offset_by_files_s, requests_served_after
 from kvpolicy.trace.table import Trace, core_folders, read, with_core
 
 FORM = (
@@ -37,6 +38,10 @@ FORM = (
 HELP = f"Only what was recorded between these two times. Each is {FORM}. Files of other times are not read."
 BEGIN, END = "begin", "end"
 BACK = re.compile(r"-(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
+EARLIEST_S, LATEST_S = (
+    datetime(year, month, day, tzinfo=UTC).timestamp() for year, month, day in ((1, 1, 1), (9999, 12, 31))
+)
+"""The times that have a date, seconds since the epoch."""
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
@@ -157,13 +162,23 @@ def _times(core: Path, simulated: bool) -> CoreTimes | None:
             TraceWarning,
             stacklevel=2,
         )
-        return CoreTimes(extent, extent.written_s - extent.last_s)
+        return _placed(core, extent, offset_by_files_s(core, extent), "the times of its files")
+    where = core / "header.json"
     try:
         created_s = _epoch_s(header.created)
     except (ValueError, OverflowError):
-        where = f"{core / 'header.json'}: field created"
-        raise TraceError(f"{where} is {header.created!r}, should be an ISO time") from None
-    return CoreTimes(extent, created_s - header.clock_s)
+        raise TraceError(f"{where}: field created is {header.created!r}, should be an ISO time") from None
+    return _placed(where, extent, created_s - header.clock_s, f"its field clock_s, {header.clock_s:g},")
+
+
+def _placed(where: Path, extent: Extent, offset_s: float, by: str) -> CoreTimes:
+    """Raises TraceError, naming ``where`` and ``by`` what, for times that are beyond all calendars."""
+    times = CoreTimes(extent, offset_s)
+    if not EARLIEST_S <= times.first_s <= times.last_s <= LATEST_S:
+        raise TraceError(
+            f"{where}: by {by} rows are of a time outside the years 1 to 9999: correct it, or leave it out"
+        )
+    return times
 
 
 def _epoch_s(iso: str) -> float:
@@ -175,22 +190,40 @@ def _epoch_s(iso: str) -> float:
 def _windowed(cores: Sequence[Path], times: Mapping[Path, CoreTimes], from_s: float, to_s: float) -> Trace:
     """What these cores recorded between two times; without those that recorded nothing."""
     headers: dict[str, Header] = {}
+    begin_s: dict[str, float] = {}
     parts: dict[str, list[pa.Table]] = {}
     for core in cores:
         if core not in times or times[core].last_s < from_s or times[core].first_s > to_s:
             continue
         offset_s = times[core].offset_s
-        window_s = from_s - offset_s, to_s - offset_s
-        decided: list[str] = []
-        for name in TIMES:
-            ids = decided if name == "outcomes" else None
-            rows = [with_core(table, core.name) for table in core_rows(core, name, between_s=window_s, ids=ids)]
-            if name == "decisions":
-                decided = sorted(id_ for table in rows for id_ in table["preemption_id"].to_pylist())
-            if rows:
-                headers[core.name] = Header.read(core / "header.json")
-                parts[name] = [*parts.get(name, ()), *rows]
-    return Trace(headers, {name: pa.concat_tables(tables, promote_options="default") for name, tables in parts.items()})
+        found = _rows_between(core, (from_s - offset_s, to_s - offset_s))
+        if not found:
+            continue
+        headers[core.name] = Header.read(core / "header.json")
+        if from_s > -inf:
+            begin_s[core.name] = from_s - offset_s
+        for name, rows in found.items():
+            parts[name] = [*parts.get(name, ()), *(with_core(table, core.name) for table in rows)]
+    tables = {name: pa.concat_tables(rows, promote_options="default") for name, rows in parts.items()}
+    return Trace(headers, tables, begin_s)
+
+
+def _rows_between(core: Path, window_s: tuple[float, float]) -> dict[str, list[pa.Table]]:
+    """Rows of one core between two times of its clock, by table; empty where it recorded nothing then."""
+    found: dict[str, list[pa.Table]] = {}
+    decided: list[str] = []
+    for name in TIMES:
+        rows = list(core_rows(core, name, between_s=window_s, ids=decided if name == "outcomes" else None))
+        if name == "decisions":
+            decided = sorted(id_ for table in rows for id_ in table["preemption_id"].to_pylist())
+        if rows:
+            found[name] = rows
+    if not found or window_s[0] == -inf:
+        return found
+    victims = {id_ for table in found.get("decisions", ()) for id_ in table["request"].to_pylist()}
+    if earlier := list(requests_served_after(core, window_s[0], sorted(victims))):
+        found["requests"] = [*earlier, *found.get("requests", ())]
+    return found
 
 
 def _recorded(times: Mapping[Any, CoreTimes], simulated: bool) -> str:

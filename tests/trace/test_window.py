@@ -240,3 +240,67 @@ def test_python_refuses_like_the_command_line(tmp_path: Path) -> None:
     for call in (kvpolicy.shadow_savings, lambda folders, **more: kvpolicy.evaluate(folders, ["always-swap"], **more)):
         with pytest.raises(KVPolicyError, match="table decisions holds nothing between -8s and end"):
             call([tmp_path], between=("-8s", "end"))
+
+
+@pytest.mark.parametrize("clock_s", [CLOCK_S, None])
+def test_files_that_are_merged_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock_s: float | None
+) -> None:
+    """A server merges its parts, and removes them, between the opening of the first and what follows."""
+    write_log(tmp_path, clock_s=clock_s)
+    original, calls = row_groups._bounds, 0
+
+    def merged_meanwhile(*given: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 2 * HOURS or (calls == 1 and clock_s is not None):  # the last file of a table is open
+            upkeep.compact(tmp_path)
+        return original(*given)
+
+    monkeypatch.setattr(row_groups, "_bounds", merged_meanwhile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TraceWarning)
+        assert hours_of(traces.read_between([tmp_path], ("-2h", "end"))[str(tmp_path)]) == [46, 47]
+    assert len(list((tmp_path / "core-log" / "outcomes").iterdir())) < HOURS, "they were merged"
+
+
+def change_header(folder: Path, **values: object) -> Path:
+    header = folder / "core-log" / "header.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | values))
+    return header
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf")])
+def test_a_clock_that_is_no_number_is_refused_by_every_reader(tmp_path: Path, value: float) -> None:
+    write_log(tmp_path)
+    change_header(tmp_path, clock_s=value)
+    with pytest.raises(TraceError, match=r"header.json: field clock_s is .{1,60}, should be a number, or null$"):
+        traces.read(tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, 5, ["2026"]])
+def test_a_creation_that_is_no_text_is_refused(tmp_path: Path, value: object) -> None:
+    write_log(tmp_path)
+    change_header(tmp_path, created=value)
+    with pytest.raises(TraceError, match=r"header.json: field created is .*, should be an ISO time$"):
+        traces.read(tmp_path)
+
+
+@pytest.mark.parametrize("clock_s", [1e300, -1e300, 1e12, -1e12, 1e11])
+@pytest.mark.parametrize("between", [("-2h", "end"), ("2030-01-01", "end")])
+def test_a_clock_beyond_all_calendars_is_named(tmp_path: Path, clock_s: float, between: tuple[str, str]) -> None:
+    write_log(tmp_path)
+    change_header(tmp_path, clock_s=clock_s)
+    with pytest.raises(
+        TraceError, match=r"header.json: by its field clock_s, .*, rows are of a time outside the years"
+    ):
+        traces.read_between([tmp_path], between)
+
+
+def test_times_of_files_beyond_all_calendars_are_named(tmp_path: Path) -> None:
+    write_log(tmp_path, clock_s=None)
+    rows = traces.read(tmp_path).table("decisions").slice(0, 1).drop_columns(["core"])
+    early = rows.set_column(rows.column_names.index("time_s"), "time_s", pa.array([-1e15]))
+    write_part(tmp_path / "core-log", "decisions", 99, early)
+    with pytest.warns(TraceWarning), pytest.raises(TraceError, match="by the times of its files rows are of a time"):
+        traces.read_between([tmp_path], ("-2h", "end"))
