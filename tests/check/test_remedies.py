@@ -45,6 +45,14 @@ def test_drafts_may_stay_with_as_many_tokens_in_a_step_as_the_model_is_long() ->
         assert helping(asked, lambda changed: changed.max_num_batched_tokens == 4096) == helps
 
 
+@pytest.mark.parametrize("drafts", [None, {"method": "mtp"}])
+def test_a_limit_of_the_scheduler_is_raised_to_the_length_of_the_model(drafts: dict[str, Any] | None) -> None:
+    """More tokens in a batch change nothing there."""
+    asked = arguments(max_num_batched_tokens=128, max_num_scheduled_tokens=64, speculative_config=drafts)
+    raised = ["--max-num-scheduled-tokens 4096"]
+    assert helping(asked, lambda changed: changed.max_num_scheduled_tokens == 4096) == raised
+
+
 def test_one_change_is_tried_at_a_time_and_none_stays() -> None:
     asked = arguments(pipeline_parallel_size=2, speculative_config={"method": "ngram"})
     tried: list[tuple[int, bool, str]] = []

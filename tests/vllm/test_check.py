@@ -179,6 +179,14 @@ def test_drafts_beside_prompts_that_fit_into_no_step(tmp_path: Path) -> None:
             assert f"at most {tokens} tokens in a step" in found["refused"]
             assert "Give --max-num-batched-tokens 4096" in found["refused"]
             assert found["helps"] == ["--max-num-batched-tokens 4096", "no --speculative-config"]
+        limit = ("--max-num-scheduled-tokens", "128")
+        for given in ((*flags, *limit), (*drafting, *limit)):
+            found = asked(process, model, *given)
+            assert "at most 128 tokens in a step" in found["refused"]
+            assert "--max-num-scheduled-tokens 4096" in found["refused"]
+            assert found["helps"] == ["--max-num-scheduled-tokens 4096"]
+            raised = asked(process, model, *given[:-1], "4096")
+            assert raised["refused"] == raised["not_laid_out"] == "" and raised["groups"]
         assert not asked(process, model, *flags, *few)["refused"], "without drafts"
         enough = asked(process, model, *drafting, "--max-num-batched-tokens", "4096")
         assert enough["refused"] == enough["not_laid_out"] == "" and enough["groups"]

@@ -12,8 +12,9 @@ pytest.importorskip("vllm")
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 
 
-def configured(chunks: bool, **scheduler: Any) -> Any:
+def configured(chunks: bool, drafts: Any = None, **scheduler: Any) -> Any:
     return SimpleNamespace(
+        speculative_config=drafts,
         scheduler_config=SimpleNamespace(enable_chunked_prefill=chunks, **scheduler),
         model_config=SimpleNamespace(max_model_len=512),
     )
@@ -27,13 +28,24 @@ def configured(chunks: bool, **scheduler: Any) -> Any:
         configured(False, max_num_scheduled_tokens=None),
         configured(False),
     ],
-    ids=["chunks", "room", "no drafts", "an older vLLM"],
+    ids=["chunks", "room", "no limit", "an older vLLM"],
 )
 def test_prompts_that_have_room(config: Any) -> None:
     assert longer_than_a_step(config) == ""
 
 
-def test_a_prompt_that_has_none() -> None:
+def test_a_prompt_that_has_none_beside_drafts() -> None:
+    """Either flag may be what limits."""
+    problem = longer_than_a_step(configured(False, drafts="mtp", max_num_scheduled_tokens=511))
+    assert "beside drafts at most 511 tokens in a step" in problem and "\n" not in problem
+    assert problem.endswith(
+        "Give --max-num-batched-tokens 512, or --max-num-scheduled-tokens 512 where that flag is given, or a "
+        "--max-model-len of at most 511"
+    )
+
+
+def test_a_prompt_that_has_none_without_drafts() -> None:
+    """There is a limit only where the flag gives it."""
     problem = longer_than_a_step(configured(False, max_num_scheduled_tokens=511))
-    assert "at most 511 tokens in a step" in problem and "\n" not in problem
-    assert problem.endswith("Give --max-num-batched-tokens 512, or a --max-model-len of at most 511")
+    assert "whole here, and at most 511 tokens in a step" in problem and "batched" not in problem
+    assert problem.endswith("Give --max-num-scheduled-tokens 512, or a --max-model-len of at most 511")

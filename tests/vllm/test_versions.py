@@ -118,10 +118,9 @@ def speculating(**changed: Any) -> Any:
         transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer]}}
     return SimpleNamespace(
         speculative_config=SimpleNamespace(method=of["method"]),
-        model_config=SimpleNamespace(is_hybrid=of["is_hybrid"], use_mla=of["use_mla"], max_model_len=512),
+        model_config=SimpleNamespace(is_hybrid=of["is_hybrid"], use_mla=of["use_mla"]),
         scheduler_config=SimpleNamespace(
-            async_scheduling=of["asynchronous"], policy="fcfs", enable_chunked_prefill=of.get("chunks", True),
-            max_num_scheduled_tokens=128,
+            async_scheduling=of["asynchronous"], policy="fcfs",
         ),
         kv_transfer_config=SimpleNamespace(**transfer),
     )  # fmt: skip
@@ -157,12 +156,6 @@ def test_speculation_is_served_only_where_it_was_tested(
     versions._refuse_speculation(speculating())
     with pytest.raises(UnsupportedEngine, match=f"does not serve .*{words}"):
         versions._refuse_speculation(speculating(**changed))
-
-
-def test_drafts_are_refused_where_a_prompt_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.32.0")
-    with pytest.raises(UnsupportedEngine, match="Give --max-num-batched-tokens 512"):
-        versions._refuse_speculation(speculating(chunks=False))
 
 
 def test_a_cpu_turns_asynchronous_scheduling_off_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,17 +67,19 @@ REMEDIES = (
 
 def helping(arguments: Any, is_served: Callable[[Any], bool]) -> list[str]:
     """The names of the changes with any one of which the server's arguments would be served."""
-    remedies = (*_room_for_drafts(arguments), *REMEDIES)
+    remedies = (*_room_for_prompts(arguments), *REMEDIES)
     return [remedy.name for remedy in remedies if remedy.changes(arguments) and _tried(remedy, arguments, is_served)]
 
 
-def _room_for_drafts(arguments: Any) -> list[Remedy]:
-    """As many tokens in a step as the model's length, where tokens are drafted: only there has too few of them a server
-    refused, see :func:`kvpolicy_vllm.plugin.prompt_room.longer_than_a_step`."""
-    if getattr(arguments, "speculative_config", None) is None:
+def _room_for_prompts(arguments: Any) -> list[Remedy]:
+    """As many tokens in a step as the model's length, where too few of them may have a server refused: where tokens are
+    drafted, or the scheduler's limit is given, see :func:`kvpolicy_vllm.plugin.prompt_room.longer_than_a_step`."""
+    limited = getattr(arguments, "max_num_scheduled_tokens", None) is not None  # which older versions do not have
+    if not limited and getattr(arguments, "speculative_config", None) is None:
         return []
     longest = deepcopy(arguments).create_model_config().max_model_len
-    return [Remedy(f"--max-num-batched-tokens {longest}", {"max_num_batched_tokens": longest})]
+    name = "scheduled" if limited else "batched"
+    return [Remedy(f"--max-num-{name}-tokens {longest}", {f"max_num_{name}_tokens": longest})]
 
 
 def _tried(remedy: Remedy, arguments: Any, is_served: Callable[[Any], bool]) -> bool:

@@ -148,6 +148,8 @@ def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> No
     _refuse_engine_settings(config)
     _refuse_model(config)
     _refuse_speculation(config)
+    if problem := longer_than_a_step(config):
+        raise UnsupportedEngine(problem)
     _refuse_routed_experts(config)
     _refuse_cache(config, kv_cache)
     if kv_cache is not None:
@@ -343,8 +345,6 @@ def _refuse_speculation(config: VllmConfig) -> None:
         (ranks_itself(config), drafts_beside(order_of(config))),
     )
     _refuse_first(refusals)
-    if problem := longer_than_a_step(config):
-        raise UnsupportedEngine(problem)
 
 
 def _refuse_routed_experts(config: VllmConfig) -> None:
