@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvpolicy import extensions, load_cost_model, load_policy, policy
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.extensions import ExtensionError, NotAllowed
-from kvpolicy.policy import Policy
+from kvpolicy.policy import Policy, PolicyError
 from tests.policy.ten_line_policy import Longer
 from tests.synthetic import options_for, situation
 
@@ -139,10 +140,15 @@ def test_a_policy_without_a_name_or_a_state_is_refused() -> None:
         def initial_state(self) -> object:
             return {}
 
-    with pytest.raises(
-        ExtensionError, match=r"policy longer: initial_state\(\) gives {}, should give a value with to_"
-    ):
+    with pytest.raises(PolicyError, match=r"policy longer: initial_state\(\) gives {}, should give a value with to_"):
         load_policy(Stateless())
+
+    class Unrecorded(Longer):
+        def initial_state(self) -> object:
+            return SimpleNamespace(to_json=lambda: {"observed": 0})
+
+    with pytest.raises(PolicyError, match=r"longer: to_json\(\) of its initial state gives {'obs.*a text of JSON"):
+        load_policy(Unrecorded())
 
 
 # ---- cost models ----

@@ -37,7 +37,7 @@ from kvpolicy.evaluation import estimation
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
 from kvpolicy.features import COLUMNS, feature_columns
 from kvpolicy.fields import one_of
-from kvpolicy.policy import Policy, probabilities_of
+from kvpolicy.policy import Policy, initial_state_of, probabilities_of
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import Header, Trace, TraceError
 
@@ -118,7 +118,7 @@ class Log:
 
     def targets(self, policy: Policy) -> Floats:
         """(n, K) probabilities of ``policy``, which stays in its initial state throughout."""
-        state = policy.initial_state()
+        state = initial_state_of(policy)
         shares = np.zeros(self.probability.shape)
         number = {kind: i for i, kind in enumerate(KINDS)}
         for row, (situation, options) in enumerate(zip(self.situations, self.options, strict=True)):

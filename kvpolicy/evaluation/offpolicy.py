@@ -28,7 +28,7 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
 from kvpolicy.json_values import finite
 from kvpolicy.latency import NO_SLO, ClassSummary
-from kvpolicy.policy import Policy, PolicyState, load_policies
+from kvpolicy.policy import Policy, initial_state_of, load_policies
 from kvpolicy.policy.cheapest import Always, Coin, Threshold
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
 
@@ -378,5 +378,4 @@ def _check_fit(policy: Policy, log: Log) -> None:
 
 def _is_stateless(policy: Policy) -> bool:
     """Whether the policy has no state, so that its decisions do not change with time."""
-    state: PolicyState = policy.initial_state()
-    return state.to_json() == "{}"
+    return initial_state_of(policy).to_json() == "{}"

@@ -27,7 +27,15 @@ from kvpolicy.datasets.threshold import BEST_THRESHOLD, Difference, best_thresho
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.fields import WrongValue
-from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_policies, load_policy, probabilities_of
+from kvpolicy.policy import (
+    LearningPolicy,
+    Policy,
+    feasible_options,
+    initial_state_of,
+    load_policies,
+    load_policy,
+    probabilities_of,
+)
 from kvpolicy.policy.cheapest import Always, Coin, Threshold
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
 from kvpolicy.trace import TraceError
@@ -265,10 +273,10 @@ def _half(state: State, kind: Kind, half: int) -> list[float]:
 def _shares(state: State, policy: Policy) -> dict[Kind, float]:
     """The policy's probability of each kind, averaged over the situations of the state's windows."""
     windows = [sample for kind in KINDS for sample in state.samples[kind]]
-    total = dict.fromkeys(KINDS, 0.0)
+    total, initial_state = dict.fromkeys(KINDS, 0.0), initial_state_of(policy)
     for sample in windows:
         options = feasible_options(sample.situation)
-        shares = probabilities_of(policy, sample.situation, options, policy.initial_state())
+        shares = probabilities_of(policy, sample.situation, options, initial_state)
         for option, share in zip(options, shares, strict=True):
             total[option.kind] += share
     return {kind: share / len(windows) for kind, share in total.items()}

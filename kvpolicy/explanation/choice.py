@@ -10,7 +10,7 @@ from kvpolicy.events import KINDS, Preemption
 from kvpolicy.explanation.boundary import BreakEven, choice_turns
 from kvpolicy.explanation.breakdown import options_of
 from kvpolicy.explanation.question import with_length
-from kvpolicy.policy import Policy, probabilities_of
+from kvpolicy.policy import Policy, initial_state_of, probabilities_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def choice_of(policy: Policy, model: FittedModel, situation: Preemption) -> Poli
 
     Raises PolicyError for invalid probabilities.
     """
-    state = policy.initial_state()
+    state = initial_state_of(policy)
 
     def swap_share(situation: Preemption) -> float:
         return probabilities_of(policy, situation, options_of(situation), state)[1]

@@ -15,6 +15,7 @@ from kvpolicy.policy.decision import (
     decide,
     feasible_options,
     gain_per_block,
+    initial_state_of,
     probabilities_of,
     why_no_swap,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "decide",
     "feasible_options",
     "gain_per_block",
+    "initial_state_of",
     "load",
     "load_policies",
     "load_policy",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Cost, Decision, Kind, Option, Preemption, fast_constructor
 from kvpolicy.policy.base import (
+    Assessment,
     Feedback,
     LearningPolicy,
     Policy,
@@ -17,6 +18,7 @@ from kvpolicy.policy.base import (
     certain_choice,
     first_option_of,
 )
+from kvpolicy.policy.failures import FailureOf
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
@@ -110,10 +112,24 @@ def at_resume(
 def probabilities_of(
     policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState
 ) -> tuple[float, ...]:
-    """The policy's probability of each option. Raises PolicyError for invalid probabilities."""
-    probabilities, _ = policy.assess(situation, options, state)
-    _check_probabilities(policy.name, probabilities, options)
-    return probabilities
+    """The policy's probability of each option. Raises PolicyError for invalid probabilities, and if its code fails."""
+    return _assessment(policy, situation, options, state)[0]
+
+
+def initial_state_of(policy: Policy) -> PolicyState:
+    """The policy's initial state. Raises PolicyError, naming the line, if its code fails, and for a state that cannot
+    be recorded."""
+    with FailureOf(policy, "initial_state"):
+        state: object = policy.initial_state()
+    if not callable(getattr(state, "to_json", None)):
+        raise PolicyError(f"policy {policy.name}: initial_state() gives {state!r}, should give a value with to_json()")
+    text = _recorded(policy, state)  # type: ignore[arg-type]  # it has what a state has
+    if not isinstance(text, str):
+        raise PolicyError(
+            f"policy {policy.name}: to_json() of its initial state gives {text!r}, should give a text of JSON, as "
+            "json.dumps makes it"
+        )
+    return state  # type: ignore[return-value]
 
 
 def decide(
@@ -121,12 +137,23 @@ def decide(
 ) -> Decision:
     """Draw an option by the policy's probabilities. Exactly one number is taken from ``rng`` every time.
 
-    Raises PolicyError for invalid probabilities.
+    Raises PolicyError for invalid probabilities, and if the policy's code fails.
     """
-    probabilities, costs = policy.assess(situation, options, state)
-    _check_probabilities(policy.name, probabilities, options)
+    probabilities, costs = _assessment(policy, situation, options, state)
     chosen = _draw(probabilities, rng.random())
-    return _draft_decision(tuple(options), probabilities, chosen, costs, policy.name, state.to_json())
+    return _draft_decision(tuple(options), probabilities, chosen, costs, policy.name, _recorded(policy, state))
+
+
+def _assessment(policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
+    with FailureOf(policy, "probabilities"):
+        assessment = policy.assess(situation, options, state)
+    _check_probabilities(policy.name, assessment[0], options)
+    return assessment
+
+
+def _recorded(policy: Policy, state: PolicyState) -> str:
+    with FailureOf(policy, "to_json of its state"):
+        return state.to_json()
 
 
 class Decider:
@@ -137,7 +164,7 @@ class Decider:
 
     def __init__(self, policy: Policy, rng: random.Random, shadow: bool = False) -> None:
         self.policy = policy
-        self.state = policy.initial_state()
+        self.state = initial_state_of(policy)
         self._rng = rng
         self.shadow = shadow
         """Whether decisions are recorded and every victim is recomputed."""
@@ -151,7 +178,8 @@ class Decider:
         options = feasible_options(situation, swap_possible=not why_no_swap)
         if self._pinned is None:
             decision = decide(self.policy, situation, options, self.state, self._rng)
-            self.state = self.policy.next_state(self.state, decision)
+            with FailureOf(self.policy, "next_state"):
+                self.state = self.policy.next_state(self.state, decision)
         else:
             chosen = first_option_of(self._pinned, options) or 0
             decision = Decision(options, certain_choice(chosen, len(options)), chosen, (), PINNED, "{}")
@@ -170,7 +198,8 @@ class Decider:
         if self._pinned is not None:
             return True
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
-        return self.policy.loads(situation, options, self.state)
+        with FailureOf(self.policy, "loads"):
+            return self.policy.loads(situation, options, self.state)
 
     def loads_hit(self, situation: Preemption, read_s: float = 0.0) -> bool:
         """Whether a request loads tokens that it has in host memory and has not computed, or computes them.
@@ -190,7 +219,7 @@ class Decider:
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """The costs by which the policy decides, with what it has learned: one per option, or none at all. Pure."""
-        _, costs = self.policy.assess(situation, options, self.state)
+        costs = self._costs(situation, options)
         return costs if len(costs) == len(options) else ()
 
     def gain_per_block(self, situation: Preemption) -> float | None:
@@ -203,8 +232,11 @@ class Decider:
     def price(self, situation: Preemption, why_no_swap: str = "") -> float | None:
         """Predicted engine seconds of the cheapest feasible option; None for a policy without predictions. Pure."""
         options = feasible_options(situation, swap_possible=not why_no_swap)
-        _, costs = self.policy.assess(situation, options, self.state)
-        return min((cost.engine_s for cost in costs), default=None)
+        return min((cost.engine_s for cost in self._costs(situation, options)), default=None)
+
+    def _costs(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+        with FailureOf(self.policy, "probabilities"):
+            return self.policy.assess(situation, options, self.state)[1]
 
     def pin(self, kind: Kind | None) -> None:
         """Take ``kind`` whenever it is feasible, recorded as the policy :data:`PINNED`; None to unpin.
@@ -221,7 +253,8 @@ class Decider:
     def learn(self, feedback: Feedback) -> None:
         """Pass the outcome of a decision to the policy. Does nothing for a policy that does not learn."""
         if isinstance(self.policy, LearningPolicy):
-            self.state = self.policy.observe(self.state, feedback)
+            with FailureOf(self.policy, "observe"):
+                self.state = self.policy.observe(self.state, feedback)
 
     @property
     def learned(self) -> Online | None:
@@ -230,7 +263,7 @@ class Decider:
 
     def adopt(self, policy: Policy) -> None:
         """Decide by another policy from now on, from its initial state; the random numbers continue."""
-        self.policy, self.state = policy, policy.initial_state()
+        self.policy, self.state = policy, initial_state_of(policy)
 
 
 def _draw(probabilities: Sequence[float], position: float) -> int:

@@ -14,6 +14,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, like, refuse_other
 from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Always, Cheapest, CheapestOnline, Coin, MinWaste, Threshold
+from kvpolicy.policy.decision import initial_state_of
 from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -135,7 +136,8 @@ def _priced(spec: str, model: str, loader: Callable[[str], CostModel], allow_pyt
 def checked(policy: Policy) -> Policy:
     """Check a user's policy.
 
-    Raises ExtensionError, naming what the policy lacks, and WrongValue for a cost model that is none.
+    Raises ExtensionError, naming what the policy lacks, PolicyError for an initial state that cannot be recorded, and
+    WrongValue for a cost model that is none.
     """
     extensions.refuse_unnamed(policy, "policy")
     if policy.cost_model is not None:
@@ -155,11 +157,7 @@ def checked(policy: Policy) -> Policy:
             f"policy {policy.name}: probabilities{shape} cannot be called with a situation, options and a state: "
             f"{error}"
         ) from error
-    state: object = policy.initial_state()
-    if not callable(getattr(state, "to_json", None)):
-        raise extensions.ExtensionError(
-            f"policy {policy.name}: initial_state() gives {state!r}, should give a value with to_json()"
-        )
+    initial_state_of(policy)
     return policy
 
 
