@@ -18,9 +18,9 @@ def snippets(name: str) -> list[str]:
 
 
 def names_of(snippet: str) -> dict[str, Any]:
-    """What running it defines."""
+    """What running it defines, as a file of a reader that has no imports from the future but its own."""
     names: dict[str, Any] = {"__name__": "a_snippet"}
-    exec(compile(snippet, "a snippet", "exec"), names)
+    exec(compile(snippet, "a snippet", "exec", dont_inherit=True), names)
     return names
 
 

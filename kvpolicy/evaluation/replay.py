@@ -136,11 +136,14 @@ class EvaluationReport:
         lines += [self.threshold.choice(), *(compared.text() for compared in self.threshold.against)]
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here always choosing it is optimal")
-        lines += [
-            f"{name}: a replay has no outcomes to learn from; judged as without online=on" for name in self.learning
-        ]
+        lines += [f"{name}: a replay has no outcomes to learn from; {_judged(name)}" for name in self.learning]
         lines += [*self.floor.lines(), self.prices.sentence()]
         return "\n".join(lines + [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count])
+
+
+def _judged(name: str) -> str:
+    """How a policy that learns is judged; one that ships is that of another name, before it has learned anything."""
+    return "judged as without online=on" if "online=on" in name else "judged in its initial state"
 
 
 def _percent(value: Interval | None) -> str:

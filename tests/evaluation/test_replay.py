@@ -199,7 +199,7 @@ def test_a_replay_reports_the_policies_that_do_not_learn_in_it() -> None:
     report = evaluate([SHIPPED], [plain, taught, "always-swap"])
     assert report.learning == (taught,)
     assert report.text().count("a replay has no outcomes to learn from") == 1
-    assert f"{taught}: a replay has no outcomes" in report.text()
+    assert f"{taught}: a replay has no outcomes to learn from; judged as without online=on" in report.text()
     assert report.policies[0].total_s == report.policies[1].total_s
     assert json.loads(json.dumps(report.to_dict()))["learning"] == [taught]
 
