@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
@@ -54,6 +55,20 @@ def is_from_library(kind: type) -> bool:
 def digest_label(named: Named) -> str:
     """Name with the beginning of the digest, for any class."""
     return f"{named.name}@{named.digest[:LABEL_DIGITS]}"
+
+
+def call_of(named: Named) -> str:
+    """The call that makes such an object, as ``Longer(tokens=512)``, for reports: of a dataclass, the class with its
+    arguments but the name, objects among these by their class; empty for other classes, whose arguments are unknown."""
+    if not is_dataclass(named):
+        return ""
+    names = [field.name for field in fields(named) if field.init and field.name != "name"]
+    texts = [f"{name}={_shown(getattr(named, name))}" for name in names]
+    return f"{type(named).__name__}({', '.join(texts)})"
+
+
+def _shown(value: object) -> str:
+    return repr(value) if _constant(value) else type(value).__name__
 
 
 class _Walk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvpolicy.datasets.logs import holds_logs
@@ -12,7 +13,7 @@ from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_paths, refuse_non_integer, refuse_other, refuse_single
-from kvpolicy.policy import Policy
+from kvpolicy.policy import Policy, specs_by_label
 from kvpolicy.policy.objective import ENGINE, Objective
 
 
@@ -36,11 +37,17 @@ def evaluate(
     refuse_non_integer("seed", seed, AMOUNT)
     refuse_other("how", how, Estimation, "an Estimation")
     if traces and holds_logs(traces):
-        return offpolicy.estimate(traces, policies, seed, objective, how, between)
+        report = offpolicy.estimate(traces, policies, seed, objective, how, between)
+        return replace(report, specs=_specs(policies, report))
     if how != Estimation():
         raise InputError(
             "a profile measured both options and is replayed; estimator, interval, cluster, limit and slo are for logs"
         )
     if between is not None:
         raise WrongValue("between", "is given with a profile, which is judged as a whole; it is for logs")
-    return replay.evaluate(traces, policies, seed, objective)
+    replayed = replay.evaluate(traces, policies, seed, objective)
+    return replace(replayed, specs=_specs(policies, replayed))
+
+
+def _specs(policies: Sequence[str | Policy], report: EvaluationReport | OffPolicyReport) -> dict[str, str]:
+    return specs_by_label(policies, [judged.policy for judged in report.policies])

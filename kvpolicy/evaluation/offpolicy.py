@@ -28,7 +28,7 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
 from kvpolicy.json_values import finite
 from kvpolicy.latency import NO_SLO, ClassSummary
-from kvpolicy.policy import Policy, initial_state_of, load_policies
+from kvpolicy.policy import Policy, initial_state_of, load_policies, spec_lines
 from kvpolicy.policy.cheapest import Always, Coin, Threshold
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
 
@@ -130,6 +130,8 @@ class OffPolicyReport:
     """What the log says of the requests that its order of service displaced; None where none is recorded."""
     victims: tuple[VictimRule, ...] = ()
     """Rules for victims among equals; empty for a log in which none were left to chance."""
+    specs: Mapping[str, str] = field(default_factory=dict)
+    """By label, what was given where the label does not say it; see :func:`kvpolicy.policy.specs_by_label`."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: finite(value) for name, value in asdict(self).items()}
@@ -148,6 +150,7 @@ class OffPolicyReport:
             *([] if self.displacements is None else self.displacements.lines()),
             *(line for rule in self.victims for line in rule.lines()),
             *(line for judgement in self.policies for line in judgement.lines()),
+            *spec_lines(self.specs),
             *([] if self.threshold is None else self.threshold.lines()),
             "",
             *_calibration_lines(self.calibration),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, variance
@@ -35,6 +35,7 @@ from kvpolicy.policy import (
     load_policies,
     load_policy,
     probabilities_of,
+    spec_lines,
 )
 from kvpolicy.policy.cheapest import Always, Coin, Threshold
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
@@ -115,6 +116,8 @@ class EvaluationReport:
     """Objective that costs, regret and totals are measured by, seconds."""
     learning: tuple[str, ...] = ()
     """Policies that learn while they serve. A replay evaluates them in their initial state throughout."""
+    specs: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By label, what was given where the label does not say it; see :func:`kvpolicy.policy.specs_by_label`."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -133,6 +136,7 @@ class EvaluationReport:
                 f"{_ms(score.p95_regret_s):>26} {_percent(score.over_oracle):>24}"
             )
         lines.append("brackets: 95% intervals, states resampled")
+        lines += spec_lines(self.specs)
         lines += [self.threshold.choice(), *(compared.text() for compared in self.threshold.against)]
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here always choosing it is optimal")

@@ -20,7 +20,18 @@ from kvpolicy.policy.decision import (
     why_no_swap,
 )
 from kvpolicy.policy.objective import Objective
-from kvpolicy.policy.spec import COST_MODELS, FORMS, HELP, anchored, load, load_policies, load_policy, needs_engine
+from kvpolicy.policy.spec import (
+    COST_MODELS,
+    FORMS,
+    HELP,
+    anchored,
+    load,
+    load_policies,
+    load_policy,
+    needs_engine,
+    spec_lines,
+    specs_by_label,
+)
 
 __all__ = [
     "COST_MODELS",
@@ -46,5 +57,7 @@ __all__ = [
     "load_policy",
     "needs_engine",
     "probabilities_of",
+    "spec_lines",
+    "specs_by_label",
     "why_no_swap",
 ]

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 
 from kvpolicy import cost, extensions
-from kvpolicy.code_digest import digest_label
+from kvpolicy.code_digest import call_of, digest_label
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, like, refuse_other
@@ -81,6 +81,24 @@ def load_policies(policies: Sequence[str | Policy]) -> list[Policy]:
             raise InputError(f"policy {loaded_policy.label}: given twice")
         loaded.append(loaded_policy)
     return loaded
+
+
+def specs_by_label(policies: Sequence[str | Policy], labels: Sequence[str]) -> dict[str, str]:
+    """What stands behind labels with a digest, for reports: the text as it was given, or the call that makes an object.
+
+    ``labels``: one per policy. Left out are policies whose label is that text, and objects that are no dataclasses.
+    """
+    texts: dict[str, str] = {}
+    for policy, label in zip(policies, labels, strict=True):
+        text = policy if isinstance(policy, str) else call_of(policy) if label != policy.name else ""
+        if text and text != label:
+            texts[label] = text
+    return texts
+
+
+def spec_lines(specs: Mapping[str, str]) -> list[str]:
+    """A line for each of :func:`specs_by_label`, to stand below a report's table."""
+    return [f"{label} is {spec}" for label, spec in specs.items()]
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load, allow_python: bool = False) -> Policy:

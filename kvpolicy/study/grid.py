@@ -12,10 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.code_digest import call_of
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.fields import WrongValue, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
-from kvpolicy.policy import Policy
+from kvpolicy.policy import Policy, specs_by_label
 from kvpolicy.study.cache import Result, ResultCache, default_folder
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
@@ -111,7 +112,17 @@ def sweep(cells: Sequence[Cell], run: Run) -> SweepReport:
             results[cell] = {"digest": digests[cell], "kvpolicy": __version__, **outcome}
             cache.store(digests[cell], results[cell])
         run.progress(finished, len(digests), cell.words())
-    return SweepReport(tuple(results[cell] for cell in digests if cell in results), tuple(failed), taken_up)
+    return SweepReport(
+        tuple(results[cell] for cell in digests if cell in results), tuple(failed), taken_up, _specs(cells)
+    )
+
+
+def _specs(cells: Sequence[Cell]) -> dict[str, str]:
+    """What was given for the policies, and for an order that is an object, where labels do not say it."""
+    by_label = {cell.policy: cell.policy_object or cell.module or cell.policy for cell in cells}
+    orders = {order.label: call_of(order) for cell in cells if (order := cell.serving.order_object) is not None}
+    specs = specs_by_label(list(by_label.values()), list(by_label))
+    return specs | {label: call for label, call in orders.items() if call}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kvpolicy.fields import WrongValue, refuse_non_integer, refuse_other, refuse
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.headroom import Headroom
 from kvpolicy.latency import Slo
-from kvpolicy.policy import Policy
+from kvpolicy.policy import Policy, spec_lines, specs_by_label
 from kvpolicy.stats import CONFIDENCE, Ratio, geometric_means, student_ratio
 from kvpolicy.study.cache import Result
 from kvpolicy.study.class_report import class_warnings, service_means
@@ -94,6 +94,8 @@ class Advice:
     """What there was to win in the runs under always-recompute; None where they do not say."""
     by_class: tuple[str, ...] = ()
     """Lines of a table by class; none where it would say no more than that of all requests."""
+    specs: Mapping[str, str] = field(default_factory=dict)
+    """By label, what was given where the label does not say it; see :func:`kvpolicy.policy.specs_by_label`."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: the service of each policy stands beside its other figures, as in a cell."""
@@ -122,6 +124,7 @@ class Advice:
             f"lies above {1.0 + self.min_gain:g}",
             *aligned(rows),
             *self.by_class,
+            *spec_lines(self.specs),
             "",
             *([] if self.headroom is None else [f"under {DEFAULT}, {self.headroom.sentence()}"]),
             f"deploy this: {self.deploy}: {self.reason}",
@@ -211,7 +214,8 @@ def recommend(
     runs = {policy: [result for result in results if result["inputs"]["policy"] == policy] for policy in by_label}
     host_gib = serving.host_gib_of(machine.block_bytes(serving.block_size))
     advice = advise(runs, criterion, host_gib, run.seeds == 1 or depends_on_seed(workload))
-    advice = replace(advice, headroom=mean_headroom(runs[DEFAULT]))
+    specs = specs_by_label(list(by_label.values()), list(by_label))
+    advice = replace(advice, headroom=mean_headroom(runs[DEFAULT]), specs=specs)
     if run.parts > 1 and is_closed_loop(source):
         advice = replace(advice, warnings=(*advice.warnings, FEWER_USERS))
     if advice.config_line and serving.order != FCFS and serving.classes is None and says_what_it_is(source):

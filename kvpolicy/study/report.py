@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.headroom import Headroom, mean
+from kvpolicy.policy import spec_lines
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.class_report import class_rows, class_warnings, has_classes
@@ -51,6 +52,8 @@ class SweepReport:
     failed: tuple[Failed, ...]
     taken_up: int
     """Number of results that were cached from an earlier run."""
+    specs: Mapping[str, str] = field(default_factory=dict)
+    """By label, what was given where the label does not say it; see :func:`kvpolicy.policy.specs_by_label`."""
 
     @property
     def ok(self) -> bool:
@@ -58,13 +61,13 @@ class SweepReport:
 
     def to_dict(self) -> dict[str, Any]:
         failures = [{"inputs": failure.cell.inputs(), "error": failure.error} for failure in self.failed]
-        return {"cells": list(self.results), "failed": failures, "taken_up": self.taken_up}
+        return {"cells": list(self.results), "failed": failures, "taken_up": self.taken_up, "specs": dict(self.specs)}
 
     def text(self) -> str:
         lines = []
         for place, groups in _by_place(self.results).items():
             lines += [place, *_table(groups), *class_table(groups), *hit_table(groups), to_win(groups), ""]
-        lines += _notes(self.results)
+        lines += [*spec_lines(self.specs), *_notes(self.results)]
         lines += [f"failed: {failure.text()}" for failure in self.failed]
         if self.taken_up:
             lines.append(f"{self.taken_up} of {len(self.results)} cells were cached from an earlier run")

@@ -12,6 +12,7 @@ import pytest
 import kvpolicy
 from kvpolicy.events import Option, Preemption
 from kvpolicy.trace import TraceError
+from tests.policy.by_length import ByLength
 from tests.policy.ten_line_policy import Longer
 from tests.synthetic import make_trace
 from tests.synthetic_logs import make_log
@@ -44,10 +45,29 @@ def test_by_module_path_and_as_an_object_a_profile_says_the_same(profile: Path) 
 
 
 def test_a_log_says_the_same_too(log: Path) -> None:
-    by_path, itself = (kvpolicy.evaluate([log], [policy]) for policy in (OWN, Longer()))
-    assert by_path.to_dict() == itself.to_dict()
-    (judged,) = by_path.policies
-    assert judged.policy == Longer().label
+    by_path, itself = (kvpolicy.evaluate([log], [policy]).to_dict() for policy in (OWN, Longer()))
+    assert (by_path.pop("specs"), itself.pop("specs")) == ({Longer().label: OWN}, {})
+    assert by_path == itself
+    (judged,) = by_path["policies"]
+    assert judged["policy"] == Longer().label
+
+
+def test_reports_say_which_arguments_a_digest_stands_for(profile: Path, log: Path) -> None:
+    """As given where it is text; of objects, those of a dataclass."""
+    module = "python:tests.policy.by_length:ByLength"
+    specs = [f"{module},tokens=256", f"{module},tokens=512"]
+    objects = [ByLength(tokens=tokens) for tokens in (256, 512)]
+    for folder in (profile, log):
+        texts, shown = (
+            kvpolicy.evaluate([folder], [*policies, "always-swap"]).text().splitlines() for policies in (specs, objects)
+        )
+        labels = [ByLength(tokens="256").label, ByLength(tokens="512").label]
+        assert [line for line in texts if " is python:" in line] == [
+            f"{label} is {spec}" for label, spec in zip(labels, specs, strict=True)
+        ]
+        assert [line for line in shown if " is ByLength(" in line] == [
+            f"{policy.label} is ByLength(tokens={policy.tokens})" for policy in objects
+        ]
 
 
 def test_the_same_twice_is_an_error_however_it_is_given(profile: Path) -> None:

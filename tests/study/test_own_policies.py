@@ -11,8 +11,10 @@ from pathlib import Path
 import kvpolicy
 from kvpolicy.events import Option, Preemption
 from kvpolicy.policy.cheapest import Threshold
-from kvpolicy.study.config import Run
+from kvpolicy.study.config import Run, Serving
 from kvpolicy.trace import read
+from tests.order.made import ByLevel
+from tests.policy.by_length import ByLength
 from tests.policy.ten_line_policy import Longer
 from tests.study.conftest import SOURCE
 from tests.study.policy_grids import TIGHT, WORKLOAD, simulate
@@ -96,6 +98,28 @@ def test_a_custom_policy_is_recommended_by_its_module_path(hardware: str, tmp_pa
     names = [row.policy for row in advice.compared]
     assert names[-2:] == [LABEL, next(name for name in names if name.startswith("best@"))]
     assert "always-swap" in names
+
+
+def test_reports_say_which_arguments_a_digest_stands_for(hardware: str, tmp_path: Path) -> None:
+    """Those of dataclasses, or the module path as given; also where results are cached."""
+    module, objects = "python:tests.policy.by_length:ByLength,tokens=9", [ByLength(), ByLength(tokens=512)]
+    specs = {ByLength(tokens="9").label: module} | {
+        policy.label: f"ByLength(tokens={policy.tokens})" for policy in objects
+    }
+    order = ByLevel(quantum_tokens=64)
+    specs |= {order.label: "ByLevel(quantum_tokens=64, promote_s=inf, max_victims=8, cool_down_s=0.0)"}
+    for _ in range(2):
+        report = kvpolicy.simulate(
+            [WORKLOAD],
+            [module, *objects, Longer(), "always-swap"],
+            [TIGHT],
+            hardware,
+            serving=Serving(order=order),
+            run=Run(jobs=0, cache=tmp_path),
+        )
+        assert report.ok and report.to_dict()["specs"] == specs
+        lines = report.text().splitlines()
+        assert [lines.count(f"{label} is {spec}") for label, spec in specs.items()] == [1] * 4
 
 
 def test_the_line_that_deploys_it() -> None:
