@@ -134,7 +134,7 @@ def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--watermark 1", "--watermark is 1.0, should be a share of the blocks, from 0, below 1"),
         ("--scheduling lifo", "--scheduling is 'lifo', should be fcfs or priority"),
         ("--order mlf", "--order 'mlf' is no order (did you mean mlfq?); the orders are fcfs,"),
-        ("--order urgent:promote=soon", "--order 'urgent:promote=soon' has promote=soon, should be a number"),
+        ("--order urgent:promote=soon", "--order 'urgent:promote=soon' has promote=soon, should be a finite number"),
         ("--jobs -1", "--jobs is -1, should be 1 or more, or 0 to run in this process"),
         ("--seeds 0", "--seeds is 0, should be 1 or more"),
         ("--link fast", "--link 'fast': should be BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, or native"),
