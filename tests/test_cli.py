@@ -241,10 +241,10 @@ def test_a_shell_can_be_given_completion(capsys: pytest.CaptureFixture[str], mon
 
 
 def without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command in an interpreter where vllm and torch cannot be imported."""
+    """A command in an interpreter where vllm, and torch and blake3, which come with it, cannot be imported."""
     code = (
         f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'integrations')]!r}\n"
-        "sys.modules['vllm'] = None\n"
+        "sys.modules['vllm'] = sys.modules['blake3'] = None\n"
         # Not None for torch: SciPy looks for its classes in what sys.modules holds.
         "class NoTorch:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
@@ -279,12 +279,18 @@ def test_a_page_that_cannot_be_drawn_is_told_and_an_earlier_one_removed(
     assert not (tmp_path / "demo.html").exists()
 
 
-@pytest.mark.parametrize("command", ["profile --out x", "demo --out x", "serve m --policy always-swap"])
+@pytest.mark.parametrize("command", ["check m", "profile --out x", "demo --out x", "serve m --policy always-swap"])
 def test_without_vllm_what_needs_an_engine_says_what_to_install(command: str) -> None:
     done = without_vllm(*command.split())
     assert done.returncode == 2
-    assert "pip install 'kvpolicy[vllm]'" in done.stderr
+    assert "vllm is not installed in this environment: `pip install 'kvpolicy[vllm]'" in done.stderr
+    assert "without an engine: demo --offline (offline_demo in Python), explain, evaluate and sim" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_without_vllm_flags_are_written() -> None:
+    done = without_vllm("config", "--policy", "always-swap")
+    assert done.returncode == 0 and "policy: always-swap" in done.stdout, done.stderr
 
 
 @pytest.mark.skipif(not TRACES, reason="no trace ships yet")
