@@ -234,6 +234,29 @@ def test_a_list_of_nothing_known_says_what_there_is(capsys: pytest.CaptureFixtur
     assert "there are models, traces" in refusal(capsys, "list", "modls")
 
 
+def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What typer says, without the frame around it."""
+    assert run(*arguments) == 2
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_what_is_no_number_is_refused_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    named = ("--cost-model", "cpu-llama-native")
+    said = usage_error(capsys, "explain", *named, "--tokens", "many")
+    assert "'--tokens'" in said and "Input" not in said
+    assert "should be a whole number" in said or "is not a valid integer" in said  # the latter by an older typer
+    said = usage_error(capsys, "explain", *named, "--tokens", "3", "--hit", "few")
+    assert "'--hit'" in said and ("should be a number" in said or "is not a valid float" in said)
+
+
+@pytest.mark.parametrize("command", ["explain --tokens 300", "calibrate traces/x --out x"])
+def test_where_a_cost_model_is_missing_those_that_ship_are_named(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    said = usage_error(capsys, *command.split())
+    assert "Missing option '--cost-model'. Models that ship:" in said and "cpu-llama-native" in said
+
+
 def test_a_shell_can_be_given_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     assert run("--show-completion", "bash") == 0
