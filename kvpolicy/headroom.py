@@ -129,7 +129,7 @@ class Headroom:
         if self.bound is None:
             taxed = "" if self.tax is None else f"{share_text(self.tax)} of the decoded tokens were computed again; "
             return f"{taxed}how much of throughput is to be won here by choosing better is not known: {self.unknown}."
-        most = f"at most {share_text(self.bound)} of throughput is to be won here by choosing better"
+        most = f"at most {share_text(self.bound)} of throughput at saturation is to be won here by choosing better"
         if self.forecast is None:
             return f"{most}; how much of it is likely is not known: {self.unknown}."
         return f"{most}; about {share_text(self.forecast)} is likely."

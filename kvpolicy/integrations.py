@@ -141,7 +141,8 @@ def require(name: str = DEFAULT) -> None:
     if find_spec(name) is None:
         instructions = HOW_TO_INSTALL.get(name, f"install {name}")
         raise EngineMissing(
-            f"this needs a live engine, and {name} is not installed in this environment: {instructions}"
+            f"this needs a live engine, and {name} is not installed in this environment: {instructions}; "
+            "without an engine: demo --offline (offline_demo in Python), explain, evaluate and simulate"
         )
 
 
@@ -230,11 +231,7 @@ def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0,
     refuse_non_integer("seed", seed, AMOUNT)
     refuse_other("order", order, str, "a name: engines are other processes")
     load_order(order)
-    try:
-        found = engine()
-    except EngineMissing as missing:
-        raise EngineMissing(f"{missing}; without an engine: --offline (kvpolicy.offline_demo in Python)") from None
-    return found.demo(Path(out), quick=quick, seed=seed, order=order)
+    return engine().demo(Path(out), quick=quick, seed=seed, order=order)
 
 
 def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measurement = Measurement()) -> Report:

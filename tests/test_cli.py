@@ -234,6 +234,29 @@ def test_a_list_of_nothing_known_says_what_there_is(capsys: pytest.CaptureFixtur
     assert "there are models, traces" in refusal(capsys, "list", "modls")
 
 
+def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What typer says, without the frame around it."""
+    assert run(*arguments) == 2
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_what_is_no_number_is_refused_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    named = ("--cost-model", "cpu-llama-native")
+    said = usage_error(capsys, "explain", *named, "--tokens", "many")
+    assert "'--tokens'" in said and "Input" not in said
+    assert "should be a whole number" in said or "is not a valid integer" in said  # the latter by an older typer
+    said = usage_error(capsys, "explain", *named, "--tokens", "3", "--hit", "few")
+    assert "'--hit'" in said and ("should be a number" in said or "is not a valid float" in said)
+
+
+@pytest.mark.parametrize("command", ["explain --tokens 300", "calibrate traces/x --out x"])
+def test_where_a_cost_model_is_missing_those_that_ship_are_named(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    said = usage_error(capsys, *command.split())
+    assert "Missing option '--cost-model'. Models that ship:" in said and "cpu-llama-native" in said
+
+
 def test_a_shell_can_be_given_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     assert run("--show-completion", "bash") == 0
@@ -241,10 +264,10 @@ def test_a_shell_can_be_given_completion(capsys: pytest.CaptureFixture[str], mon
 
 
 def without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command in an interpreter where vllm and torch cannot be imported."""
+    """A command in an interpreter where vllm, and torch and blake3, which come with it, cannot be imported."""
     code = (
         f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'integrations')]!r}\n"
-        "sys.modules['vllm'] = None\n"
+        "sys.modules['vllm'] = sys.modules['blake3'] = None\n"
         # Not None for torch: SciPy looks for its classes in what sys.modules holds.
         "class NoTorch:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
@@ -279,12 +302,18 @@ def test_a_page_that_cannot_be_drawn_is_told_and_an_earlier_one_removed(
     assert not (tmp_path / "demo.html").exists()
 
 
-@pytest.mark.parametrize("command", ["profile --out x", "demo --out x", "serve m --policy always-swap"])
+@pytest.mark.parametrize("command", ["check m", "profile --out x", "demo --out x", "serve m --policy always-swap"])
 def test_without_vllm_what_needs_an_engine_says_what_to_install(command: str) -> None:
     done = without_vllm(*command.split())
     assert done.returncode == 2
-    assert "pip install 'kvpolicy[vllm]'" in done.stderr
+    assert "vllm is not installed in this environment: `pip install 'kvpolicy[vllm]'" in done.stderr
+    assert "without an engine: demo --offline (offline_demo in Python), explain, evaluate and sim" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_without_vllm_flags_are_written() -> None:
+    done = without_vllm("config", "--policy", "always-swap")
+    assert done.returncode == 0 and "policy: always-swap" in done.stdout, done.stderr
 
 
 @pytest.mark.skipif(not TRACES, reason="no trace ships yet")

@@ -56,11 +56,11 @@ def test_a_preemption_without_another_option_saves_nothing() -> None:
 
 def test_the_sentence() -> None:
     assert headroom(RUN, 0.4).sentence() == (
-        "at most 4% of throughput is to be won here by choosing better; about 3.3% is likely."
+        "at most 4% of throughput at saturation is to be won here by choosing better; about 3.3% is likely."
     )
     assert headroom(RUN, None).sentence() == (
-        "at most 4% of throughput is to be won here by choosing better; how much of it is likely is not known: "
-        f"{NO_PRICES}."
+        "at most 4% of throughput at saturation is to be won here by choosing better; how much of it is likely is not "
+        f"known: {NO_PRICES}."
     )
     unpriced = Work(decoded_tokens=1000, recomputed_tokens=200, decode_s=None, recompute_s=None, busy_s=12.4)
     assert headroom(unpriced, None).sentence() == (
@@ -68,7 +68,7 @@ def test_the_sentence() -> None:
         f"is not known: {NO_STEP_TIMES}."
     )
     assert headroom(Work(), 0.0).sentence() == (
-        "at most 0% of throughput is to be won here by choosing better; about 0% is likely."
+        "at most 0% of throughput at saturation is to be won here by choosing better; about 0% is likely."
     )
 
 

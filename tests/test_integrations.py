@@ -59,7 +59,7 @@ def test_what_nobody_registered_is_named_with_what_is(silent: str) -> None:
 
 def test_an_engine_that_is_not_installed_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrations, "find_spec", lambda name: None)
-    with pytest.raises(integrations.EngineMissing, match=r"vllm is not installed .* without an engine: --offline"):
+    with pytest.raises(integrations.EngineMissing, match=r"vllm is not installed .* without an engine: demo --offline"):
         integrations.demo("out")
     with pytest.raises(integrations.EngineMissing, match=r"vllm is not installed .*: `pip install 'kvpolicy\[vllm\]'"):
         integrations.engine()

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import kvpolicy
 from kvpolicy.cli import bench, catalog, inspection, measure, study
-from kvpolicy.cost import ModelWarning
+from kvpolicy.cost import ModelWarning, shipped
 from kvpolicy.errors import EngineFailed, KVPolicyError
 from kvpolicy.integrations import NotServed
 from kvpolicy.trace import TraceWarning
 
+KINDS_OF_NUMBERS: Mapping[str, str] = {"integer": "a whole number", "number": "a number"}
+
+
+class Commands(TyperGroup):
+    """All commands. What typer refuses is said in the words of this package, and where a cost model is missing, those
+    that ship are named."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except typer.BadParameter as error:
+            if error.message.startswith("Input should be a valid "):  # of a typer that reads values by pydantic
+                kind = error.message.removeprefix("Input should be a valid ").partition(",")[0]
+                error.message = f"should be {KINDS_OF_NUMBERS.get(kind, f'a valid {kind}')}"
+            elif not error.message and error.param is not None and "--cost-model" in error.param.opts:
+                error.message = f"Models that ship: {', '.join(shipped())}."
+            raise
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -36,6 +36,8 @@ class Check:
         line = f"self-check of {self.arm}, blocks of {self.block_size}: {result}"
         if self.low_s is None or self.high_s is None:
             return f"{line}, {self.pairs} pairs with control runs are too few"
+        if self.verdict == "cannot tell":
+            line += " (too noisy to confirm these costs or to refute them)"
         return (
             f"{line}: costs of {1e3 * self.attributed_s:.3g} ms on average, control runs measured "
             f"{1e3 * self.low_s:+.3g} to {1e3 * self.high_s:+.3g} ms more (95%, {self.pairs} pairs)"

@@ -137,6 +137,10 @@ class EvaluationReport:
             )
         lines.append("brackets: 95% intervals, states resampled")
         lines += spec_lines(self.specs)
+        if any(score.mean_regret_s.value < 0 for score in (*self.policies, self.threshold.score)):
+            lines.append(
+                "below zero: the oracle chooses by half of the repeats and pays the others, so noise misleads it"
+            )
         lines += [self.threshold.choice(), *(compared.text() for compared in self.threshold.against)]
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here always choosing it is optimal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 from kvpolicy.cost import FittedModel
@@ -49,6 +50,18 @@ class Breakdown:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"law_s": self.law_s, "floored": self.floored}
+
+
+def time_text(seconds: float, unit_of: str = "") -> str:
+    """Three significant digits in milliseconds, or in seconds from one on, whole from a thousand on.
+
+    ``unit_of``: what stands before the unit, as ``request-``.
+    """
+    if not isfinite(seconds):
+        return "unbounded"
+    if seconds < 0.9995:  # what would be written as 1000 ms
+        return f"{seconds * 1e3:.3g} {unit_of}ms"
+    return f"{seconds:.3g} {unit_of}s" if seconds < 999.5 else f"{seconds:,.0f} {unit_of}s"
 
 
 def options_of(situation: Preemption) -> tuple[Option, Option]:

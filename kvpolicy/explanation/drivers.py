@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from kvpolicy.events import Kind
-from kvpolicy.explanation.breakdown import Breakdown
+from kvpolicy.explanation.breakdown import Breakdown, time_text
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE
@@ -35,15 +35,17 @@ def drivers_of(breakdowns: tuple[Breakdown, Breakdown], objective: Objective) ->
 def _margin(chosen: Breakdown, other: Breakdown, objective: Objective) -> str:
     chosen_s, other_s = objective.of(chosen.cost), objective.of(other.cost)
     if chosen_s == other_s:
-        return f"a tie at {chosen_s * 1e3:.3g} ms: recompute is chosen"
-    return f"{chosen.kind} by {(other_s - chosen_s) * 1e3:.3g} ms: {chosen_s * 1e3:.3g} against {other_s * 1e3:.3g} ms"
+        return f"a tie at {time_text(chosen_s)}: recompute is chosen"
+    return f"{chosen.kind} by {time_text(other_s - chosen_s)}: {time_text(chosen_s)} against {time_text(other_s)}"
 
 
 def _parts(breakdowns: tuple[Breakdown, Breakdown]) -> list[str]:
     """The larger part of a swap's cost; a recompute has only one part."""
     cost = breakdowns[1].cost
     name, seconds = max((("save", cost.save_s), ("load", cost.load_s)), key=lambda part: part[1])
-    return [f"largest part of swap: {name}, {seconds * 1e3:.3g} of {cost.engine_s * 1e3:.3g} ms"] if seconds > 0 else []
+    if seconds <= 0:
+        return []
+    return [f"largest part of swap: {name}, {time_text(seconds)} of {time_text(cost.engine_s)}"]
 
 
 def _learned(breakdowns: tuple[Breakdown, Breakdown]) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, inf, isfinite
+from math import exp, inf
 from typing import Any
 
 from kvpolicy.events import SITUATION_FIELDS, Kind, Preemption, as_row
 from kvpolicy.explanation.boundary import BreakEven, Grid
-from kvpolicy.explanation.breakdown import Breakdown
+from kvpolicy.explanation.breakdown import Breakdown, time_text
 from kvpolicy.explanation.choice import PolicyChoice
 from kvpolicy.explanation.drivers import drivers_of
 from kvpolicy.explanation.question import ResolvedQuestion
@@ -73,7 +73,10 @@ class Explanation:
         return finite_values
 
     def text(self) -> str:
-        blocks = ["\n".join(self._head()), *("\n".join(_breakdown_lines(breakdown)) for breakdown in self.breakdowns)]
+        # Where nothing was learned for either option, the reasons say so once.
+        learned = any(breakdown.residual_factor != 1 for breakdown in self.breakdowns)
+        parts = ["\n".join(_breakdown_lines(breakdown, learned)) for breakdown in self.breakdowns]
+        blocks = ["\n".join(self._head()), *parts]
         blocks += ["\n".join(self._why()), "\n".join(self._map())]
         if self.choice is not None:
             blocks.append("\n".join([*self.choice.lines(), *_break_even_lines(self.choice.turns)]))
@@ -107,12 +110,15 @@ class Explanation:
         lines = [
             f"swap / recompute: {ratio:.3g} (90% interval {_exp(low)} to {_exp(high)}); {doubt}",
         ]
-        return lines + _break_even_lines(self.break_even)
+        return lines + _break_even_lines(self.break_even, self.question.situation.block_size)
 
     def _map(self) -> list[str]:
         """The choice over lengths and loads as letters, highest load first."""
         grid, width = self.grid, len(str(self.grid.running[-1]))
-        lines = ["choice over tokens and running requests: R recompute, S swap; lower case where not significant"]
+        lines = [
+            "choice over tokens and running requests: R recompute, S swap; lower case where not significant",
+            "across: tokens of the victim, evenly in their logarithm; upwards: other running requests",
+        ]
         for load in reversed(range(len(grid.running))):
             signs = [SIGNS[ratio < 0, sure] for ratio, sure in zip(grid.log_ratio[load], grid.sure[load], strict=True)]
             lines.append(f"{grid.running[load]:>{width}} |{''.join(signs)}")
@@ -130,13 +136,15 @@ def _expected(situation: Preemption) -> str:
     return survive + save
 
 
-def _break_even_lines(even: BreakEven) -> list[str]:
+def _break_even_lines(even: BreakEven, block_size: int = 0) -> list[str]:
+    """``block_size``: where costs alone choose, so that a turn back at a block's first token is that block's copy."""
+    turns = _turns(even, block_size)
     if not even.turns:
-        return [f"break-even at this load: none up to {even.up_to_tokens} tokens, always {even.first}", *_turns(even)]
-    return _turns(even)
+        return [f"break-even at this load: none up to {even.up_to_tokens} tokens, always {even.first}", *turns]
+    return turns
 
 
-def _turns(even: BreakEven) -> list[str]:
+def _turns(even: BreakEven, block_size: int) -> list[str]:
     """A line for each turn or, where there are many, one line with the first and the last."""
     lines = []
     if len(even.turns) > MAX_SHOWN:
@@ -148,7 +156,9 @@ def _turns(even: BreakEven) -> list[str]:
         )
     else:
         for turn in even.turns:
-            suffix = " (extrapolated)" if turn.extrapolated else ""
+            another_block = block_size and turn.to == "recompute" and (turn.tokens - 1) % block_size == 0
+            suffix = " (one more block to copy)" if another_block else ""
+            suffix += " (extrapolated)" if turn.extrapolated else ""
             lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{suffix}")
     if even.every_up_to < even.up_to_tokens:
         lines.append(
@@ -163,16 +173,17 @@ def _queued(situation: Preemption) -> str:
     return "".join(f", {size / 2**20:.3g} MiB queued to be {direction}" for direction, size in queues if size)
 
 
-def _breakdown_lines(breakdown: Breakdown) -> list[str]:
+def _breakdown_lines(breakdown: Breakdown, learned: bool) -> list[str]:
     cost = breakdown.cost
+    interval = f"{time_text(cost.low_s)} to {time_text(cost.high_s)}"
     lines = [
-        f"{breakdown.kind}: {_ms(cost.engine_s)} (90% interval {_ms(cost.low_s)} to {_ms(cost.high_s)})",
-        f"  save {_ms(cost.save_s)}, load {_ms(cost.load_s)}, recompute {_ms(cost.recompute_s)}",
-        f"  others wait {cost.stall_s * 1e3:.3g} request-ms"
-        + ("" if cost.victim_delay_s is None else f"; the victim is back after {_ms(cost.victim_delay_s)}"),
-        f"  physics {_ms(breakdown.law_s)}"
-        + (f", below the noise floor of the traces: {_ms(breakdown.floor_s)} used" if breakdown.floored else "")
-        + _learned(breakdown),
+        f"{breakdown.kind}: {time_text(cost.engine_s)} (90% interval {interval})",
+        f"  save {time_text(cost.save_s)}, load {time_text(cost.load_s)}, recompute {time_text(cost.recompute_s)}",
+        f"  others wait {time_text(cost.stall_s, 'request-')}"
+        + ("" if cost.victim_delay_s is None else f"; the victim is back after {time_text(cost.victim_delay_s)}"),
+        f"  physics {time_text(breakdown.law_s)}"
+        + (f", below the noise floor of the traces: {time_text(breakdown.floor_s)} used" if breakdown.floored else "")
+        + (_learned(breakdown) if learned else ""),
     ]
     if len(breakdown.beyond) > 1 and not any(feature.low or feature.high for feature in breakdown.beyond):
         return [*lines, "  extrapolated: untrained, so that no feature has a range that was measured"]
@@ -188,10 +199,6 @@ def _learned(breakdown: Breakdown) -> str:
         return "; no learned correction here"
     what = "held at the edge of the trained range" if breakdown.beyond else "learned"
     return f", times {breakdown.residual_factor:.3g} {what}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if isfinite(seconds) else "unbounded"
 
 
 def _exp(value: float) -> str:

@@ -23,7 +23,7 @@ from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import StepPatch
-from matplotlib.ticker import FixedFormatter, FuncFormatter
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter
 
 SYMBOLS = {"o": "circle", "s": "square", "^": "triangle-up", "v": "triangle-down", "D": "diamond"}
 DASHES = {"-": "solid", "--": "dash", ":": "dot"}
@@ -65,7 +65,9 @@ def with_chart(drawn: Markup, figure: Figure, label: str, inks: Mapping[str, str
         y = number if axes in panels else number + len(panels)
         _place(layout, axes, number, y, panels)
         for one in _series(axes):
-            data.append({**one, "xaxis": _named("x", number), "yaxis": _named("y", y), "meta": axes.get_ylabel()})
+            names = {"groups": _names(axes.xaxis, one["x"]), "rows": _names(axes.yaxis, one["y"])}
+            placed = {"xaxis": _named("x", number), "yaxis": _named("y", y), "meta": axes.get_ylabel()}
+            data.append({**one, **placed, **{axis: own for axis, own in names.items() if own}})
         layout["shapes"] += list(_lines_across(axes, number, y))
     shown: set[str] = set()
     for one in data:  # a legend has each name once
@@ -136,6 +138,19 @@ def _scale(axis: Axis) -> dict[str, Any]:
         scale |= {"tickvals": [place for place, _ in named],
                   "ticktext": [text.replace("\n", "<br>") for _, text in named]}  # fmt: skip
     return scale
+
+
+def _names(axis: Axis, places: Sequence[float]) -> list[str]:
+    """What each point belongs to, where the axis has names and no numbers: that of the nearest tick. Series of one
+    name are drawn side by side."""
+    formatter = axis.get_major_formatter()
+    if not isinstance(axis.get_major_locator(), FixedLocator) or not isinstance(
+        formatter, (FixedFormatter, FuncFormatter)
+    ):
+        return []
+    ticks = axis.get_majorticklocs()
+    texts = [text.replace("\n", " ") for text in formatter.format_ticks(ticks)]
+    return [texts[int(np.argmin(np.abs(ticks - place)))] for place in places]
 
 
 def _series(axes: Axes) -> Iterator[Series]:
@@ -220,8 +235,10 @@ def _lines_across(axes: Axes, x: int, y: int) -> Iterator[dict[str, Any]]:
 
 
 def _table(data: Sequence[Series], x_label: str) -> str:
-    """The same numbers to read: a row per point."""
-    rows, thinned = [], False
+    """The same numbers to read: a row per point. Where the figure has a row per quantity, its place is no value."""
+    heads, rows, thinned = ["quantity", "series", x_label, "value", "interval"], [], False
+    if in_rows := all("rows" in one for one in data):
+        heads.remove("value")
     for one in data:
         every = -(-len(one["x"]) // MAX_ROWS)
         thinned |= every > 1
@@ -229,14 +246,15 @@ def _table(data: Sequence[Series], x_label: str) -> str:
         middle = one["y"] if "error_y" in one else one["x"]
         for at in range(0, len(one["x"]), every):
             ends = "" if error is None else _ends(middle[at], error["arrayminus"][at], error["array"][at])
-            cells = (one["meta"], one["name"], f"{one['x'][at]:.4g}", f"{one['y'][at]:.4g}", ends)
+            quantity, x = (one[key][at] if key in one else "" for key in ("rows", "groups"))
+            value = [] if in_rows else [f"{one['y'][at]:.4g}"]
+            cells = (quantity or one["meta"], one["name"], x or f"{one['x'][at]:.4g}", *value, ends)
             rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in
-                    ("quantity", "series", x_label, "value", "interval"))  # fmt: skip
+    head = "".join(f'<th scope="col">{escape(one)}</th>' for one in heads)
     note = f'<p class="small muted">Series of more than {MAX_ROWS} points are thinned evenly.</p>' if thinned else ""
     return (
         f'<details class="numbers"><summary>The numbers as a table</summary>{note}<div class="scroll" tabindex="0">'
-        f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
     )
 
 

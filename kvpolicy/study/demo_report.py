@@ -231,7 +231,7 @@ class DemoReport:
             lines += [f"  {difference}" for difference in self.exactness["wrong"][:10]]
         phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.seconds.items())
         lines.append(f"seconds: {phases}; {sum(self.seconds.values()):.0f} in all")
-        lines += ["headline, fixed beforehand:"]
+        lines += ["", "headline, fixed beforehand:"]
         lines += [f"  {one['name']}: x{_headline_text(one)}" for one in self.headline()]
         return "\n".join([*lines, f"written to {self.out}"])
 

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -426,3 +427,5 @@ def _check(layout: BlockLayout, capacity_bytes: int, policy: str, queue_blocks: 
         raise InputError(f"queue_blocks is {queue_blocks}, should be at least 1")
     if threads < MIN_THREADS:
         raise InputError(f"threads is {threads}, should be at least {MIN_THREADS}: one is for loads alone")
+    if find_spec("blake3") is None:
+        raise InputError("KV in files needs blake3, which is not installed: pip install 'kvpolicy[files]'")

@@ -34,6 +34,8 @@ def test_checks_that_did_not_pass_are_listed_once() -> None:
     )
     assert not [line for line in lines if "recompute" in line]
     assert len(lines) == 2
+    lines = dataset_of({"made": with_noise(noise | {"self_check": [CHECK | {"verdict": "cannot tell"}]})}).floor.lines()
+    assert ": undecided (too noisy to confirm these costs or to refute them): costs of 24.9 ms" in lines[0]
     undecided = CHECK | {"verdict": "cannot tell", "pairs": 3, "low_s": None, "high_s": None}
     lines = dataset_of({"made": with_noise(noise | {"self_check": [undecided]})}).floor.lines()
     assert lines[0] == "self-check of swap, blocks of 32: undecided, 3 pairs with control runs are too few"

@@ -127,6 +127,14 @@ def test_a_report_is_json_and_text(model_folder: Path) -> None:
     assert evaluate([model_folder / "trace"], ["always-swap", "always-recompute"]) == report
 
 
+def test_a_regret_below_zero_is_explained(model_folder: Path) -> None:
+    report = evaluate([model_folder / "trace"], ["always-swap"])
+    (score,) = report.policies
+    below = replace(score, mean_regret_s=replace(score.mean_regret_s, value=-1e-5))
+    assert score.mean_regret_s.value >= 0 and "below zero" not in report.text()
+    assert "below zero: the oracle chooses by half" in replace(report, policies=(below,)).text()
+
+
 def test_policies_are_compared_on_the_same_states(model_folder: Path) -> None:
     alone = evaluate([model_folder / "trace"], ["always-swap"])
     beside = evaluate([model_folder / "trace"], ["always-swap", f"cheapest:{model_folder / 'model'}"])

@@ -49,6 +49,37 @@ def test_bars_lines_across_and_names_of_ticks() -> None:
     assert spec["layout"]["xaxis"]["ticktext"] == ["short<br>(3)", "long<br>(4)"]
 
 
+def cells_of(text: str) -> list[list[str]]:
+    rows = re.findall("<tr>(.*?)</tr>", text)
+    return [re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+
+
+def test_a_table_names_the_rows_of_a_figure_and_not_their_places() -> None:
+    figure, (axes,) = new_figure(2.0)
+    for offset, label in ((-0.22, "one"), (0.22, "another")):
+        axes.errorbar([0.5, 2.0], [offset, 1 + offset], xerr=[[0.1, 1.0], [0.2, 1.0]], label=label)
+    axes.set_yticks([0, 1], ["its p99", "tokens/s"])
+    axes.set_xlabel("over stock vLLM")
+    spec, text = chart(figure)
+    assert [one["rows"] for one in spec["data"]] == [["its p99", "tokens/s"]] * 2
+    assert cells_of(text) == [
+        ["quantity", "series", "over stock vLLM", "interval"],
+        ["its p99", "one", "0.5", "0.4 to 0.7"], ["tokens/s", "one", "2", "1 to 3"],
+        ["its p99", "another", "0.5", "0.4 to 0.7"], ["tokens/s", "another", "2", "1 to 3"],
+    ]  # fmt: skip
+
+
+def test_a_table_names_groups_of_bars() -> None:
+    figure, (axes,) = new_figure(2.0)
+    axes.bar([0.8, 1.8], [3.0, 4.0], 0.4, label="one")
+    axes.set_xticks([1, 2], ["short\n(3)", "long\n(4)"])
+    axes.set(xlabel="tokens", ylabel="regret, ms")
+    assert cells_of(chart(figure)[1]) == [
+        ["quantity", "series", "tokens", "value", "interval"],
+        ["regret, ms", "one", "short (3)", "3", ""], ["regret, ms", "one", "long (4)", "4", ""],
+    ]  # fmt: skip
+
+
 def test_panels_share_an_axis_only_where_the_last_one_alone_names_it() -> None:
     for first, shared in (("", True), ("another", False)):
         figure, panels = new_figure(3.0, 2)

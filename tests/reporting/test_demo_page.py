@@ -59,6 +59,11 @@ def test_the_headline_says_how_many_times_or_that_it_could_not_be_told(tmp_path:
     assert "12 times longer" in page(write(tmp_path, ratio=12.0))
 
 
+def test_the_table_of_the_chart_names_its_figures(tmp_path: Path) -> None:
+    text = page(write(tmp_path))
+    assert "<td>time to first token</td><td>learned</td><td>0.9999</td><td>0.9817 to 1.018</td>" in text
+
+
 def test_figures_are_marked_better_worse_or_open(tmp_path: Path) -> None:
     text = page(write(tmp_path))
     rows = dict(re.findall(r"<tr><td>([^<]*)</td>(.*)</tr>", text))

@@ -81,7 +81,10 @@ def test_the_text_has_the_table_the_bound_and_the_seconds() -> None:
     assert stock.split() == ["vllm", "2", "10", "100", "5,", "3"]
     assert "20% of the decoded tokens were computed again" in text and "(p / d)" in text
     assert "can win at most 5% of throughput" in text
-    assert "seconds: model 3, profile 60; 63 in all" in text and text.endswith("written to out/demo")
+    assert (
+        "seconds: model 3, profile 60; 63 in all\n\nheadline, fixed beforehand:\n  one class: mean" in text
+        and text.endswith("written to out/demo")
+    )
 
 
 def test_differing_tokens_are_told_and_end_with_a_failure() -> None:

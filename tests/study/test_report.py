@@ -46,6 +46,6 @@ def test_what_there_is_to_win_stands_below_the_table(hardware: str, tmp_path: Pa
     assert swapped["headroom"]["recomputed_tokens"] < recomputed["headroom"]["recomputed_tokens"]
     sentence = Headroom(**recomputed["headroom"]).sentence()
     assert f"under always-recompute, {sentence}" in report.text()
-    assert "of throughput is to be won here by choosing better; about" in sentence
+    assert "of throughput at saturation is to be won here by choosing better; about" in sentence
     only = simulate(hardware, tmp_path / "c", policies=["always-swap"])
     assert f"under always-swap, {Headroom(**swapped['headroom']).sentence()}" in only.text()

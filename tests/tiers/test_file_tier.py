@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -351,6 +352,13 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], messag
     with pytest.raises(InputError, match=message):
         opened(tmp_path / "kv", **options)
     assert not (tmp_path / "kv").exists() and descriptors() == before
+
+
+def test_without_blake3_the_start_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    with pytest.raises(InputError, match=r"needs blake3, .*: pip install 'kvpolicy\[files\]'"):
+        opened(tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_of_the_start(
