@@ -230,6 +230,19 @@ def test_text_has_contrast(browser: Any, pages: dict[str, Path], scheme: str) ->
         reader.page.close()
 
 
+def test_a_row_of_a_demo_is_read_by_its_name(browser: Any, pages: dict[str, Path]) -> None:
+    reader = Reader(browser, pages["demo"])
+    chart = reader.page.locator(".chart").first
+    chart.locator(".plot").focus()
+    reader.page.keyboard.press("ArrowRight")
+    assert chart.locator(".said").inner_text() == "learned: time to first token 0.9999"
+    hover = chart.locator(".hoverlayer .hovertext").first
+    hover.wait_for()
+    assert "time to first token: 0.9999" in hover.text_content()
+    assert reader.said == []
+    reader.page.close()
+
+
 def test_the_theme_is_followed_while_the_page_is_open(browser: Any, pages: dict[str, Path]) -> None:
     reader = Reader(browser, pages["demo"])
     ink = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
