@@ -148,9 +148,9 @@ def _names(axis: Axis, places: Sequence[float]) -> list[str]:
         formatter, (FixedFormatter, FuncFormatter)
     ):
         return []
-    ticks = axis.get_majorticklocs()
+    ticks = _numbers(axis.get_majorticklocs())
     texts = [text.replace("\n", " ") for text in formatter.format_ticks(ticks)]
-    return [texts[int(np.argmin(np.abs(ticks - place)))] for place in places]
+    return [texts[int(np.argmin(np.abs(np.asarray(ticks) - place)))] for place in places]
 
 
 def _series(axes: Axes) -> Iterator[Series]:
