@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from kvpolicy.arrays import Floats
 from kvpolicy.attribution.ledger import Step
-from kvpolicy.events import Decision, Direction, Kind
+from kvpolicy.events import Cause, Decision, Direction, Kind
 from kvpolicy.fields import AMOUNT, COUNT, POSITIVE, SHARE_OF_BLOCKS, Rule, WrongValue, refuse_non_integer
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.headroom import Headroom
@@ -228,6 +228,8 @@ class Summary:
     """The longest of all the times of :attr:`longest_gap_s`."""
     prefix_hits: PrefixHits = NO_HITS
     """What was found of all prompts, by tier."""
+    preemption_causes: Mapping[Cause, int] = field(default_factory=dict)
+    """Preemptions by cause; causes that did not occur are left out."""
 
 
 @dataclass(frozen=True, slots=True)

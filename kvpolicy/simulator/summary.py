@@ -89,6 +89,7 @@ class SummaryBuilder:
             goodput_req_s=whole.goodput_req_s,
             longest_pause_s=whole.longest_pause_s,
             prefix_hits=PrefixHits.total(one.prefix_hits for one in classes.values()),
+            preemption_causes=dict(self.work.causes),
         )
 
 

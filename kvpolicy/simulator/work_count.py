@@ -1,4 +1,4 @@
-"""Counts what a simulated run computes and what its preemptions cost: the input of :mod:`kvpolicy.headroom`.
+"""Counts what a simulated run computes, its preemptions by cause and what they cost, for :mod:`kvpolicy.headroom`.
 
 Both simulators report to it. All prices are those of the run's own hardware model, so nothing is fitted.
 """
@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from kvpolicy.attribution.ledger import Repeated
-from kvpolicy.events import Decision, Preemption
+from kvpolicy.events import Cause, Decision, Preemption
 from kvpolicy.headroom import Headroom, Work, headroom, saving_s
 from kvpolicy.simulator.base import Server, StepLoad, Times
 from kvpolicy.simulator.oracle import recompute_s_of, swap_s_of
@@ -27,12 +27,15 @@ class WorkCount:
         """By preemption: what it has cost so far."""
         self._other_s: dict[str, float] = {}
         """By preemption: what its other option would have cost; infinite without one."""
+        self.causes: dict[Cause, int] = {}
+        """Preemptions by cause; causes that did not occur are left out."""
 
     def preempted(self, preemption_id: str, situation: Preemption, decision: Decision) -> None:
         """Price the preemption's options: an executed swap, and the option that is not executed.
 
         A recompute that is executed is priced by the steps in which it runs.
         """
+        self.causes[situation.cause] = self.causes.get(situation.cause, 0) + 1
         swap_s = sum(swap_s_of(situation, self._server, self._times))
         if decision.executed == "swap":
             self._swap_s += swap_s

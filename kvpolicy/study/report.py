@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from kvpolicy.events import CAUSES
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.headroom import Headroom, mean
 from kvpolicy.policy import spec_lines
@@ -66,7 +67,15 @@ class SweepReport:
     def text(self) -> str:
         lines = []
         for place, groups in _by_place(self.results).items():
-            lines += [place, *_table(groups), *class_table(groups), *hit_table(groups), to_win(groups), ""]
+            lines += [
+                place,
+                *_table(groups),
+                *class_table(groups),
+                *hit_table(groups),
+                *cause_table(groups),
+                to_win(groups),
+                "",
+            ]
         lines += [*spec_lines(self.specs), *_notes(self.results)]
         lines += [f"failed: {failure.text()}" for failure in self.failed]
         if self.taken_up:
@@ -138,6 +147,19 @@ def hit_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     """Lines of a table of what was found of the prompts, by tier; none where nothing was."""
     shown = any(has_hits(results) for results in groups.values())
     return ["prompts found in caches", *aligned(hit_rows(groups))] if shown else []
+
+
+def cause_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Lines of a table of preemptions by cause, means over runs; none where nobody was displaced."""
+    counts = {policy: [result["preemption_causes"] for result in results] for policy, results in groups.items()}
+    if not any(one.get("displaced") for runs in counts.values() for one in runs):
+        return []
+    causes = [cause for cause in CAUSES if any(cause in one for runs in counts.values() for one in runs)]
+    rows = [
+        [policy, *(f"{fmean(one.get(cause, 0) for one in runs):.0f}" for cause in causes)]
+        for policy, runs in counts.items()
+    ]
+    return ["preemptions by cause", *aligned([["policy", *causes], *rows])]
 
 
 def to_win(groups: Mapping[str, Sequence[Result]]) -> str:
