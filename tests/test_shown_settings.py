@@ -36,7 +36,7 @@ CONTROL = found(r"\n(mkdir -p -m 700 /run/kvpolicy|\(umask 077; [^\n]*\))")
 
 
 def test_they_are_found() -> None:
-    assert {page for page, _ in LINES} == {"README.md", "docs/operating.md"} and len(LINES) == 4
+    assert {page for page, _ in LINES} == {"README.md", "docs/operating.md"} and len(LINES) == 5
     assert {page for page, _ in CONNECTORS} == {
         "docs/caching.md", "docs/other-connectors.md", "docs/serving.md", "docs/tiers.md"
     }  # fmt: skip
