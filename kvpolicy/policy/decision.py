@@ -18,7 +18,7 @@ from kvpolicy.policy.base import (
     certain_choice,
     first_option_of,
 )
-from kvpolicy.policy.failures import FailureOf
+from kvpolicy.policy.failures import raise_failure
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
@@ -119,8 +119,10 @@ def probabilities_of(
 def initial_state_of(policy: Policy) -> PolicyState:
     """The policy's initial state. Raises PolicyError, naming the line, if its code fails, and for a state that cannot
     be recorded."""
-    with FailureOf(policy, "initial_state"):
+    try:
         state: object = policy.initial_state()
+    except Exception as error:  # noqa: BLE001  # raised again
+        raise_failure(policy, "initial_state", error)
     if not callable(getattr(state, "to_json", None)):
         raise PolicyError(f"policy {policy.name}: initial_state() gives {state!r}, should give a value with to_json()")
     text = _recorded(policy, state)  # type: ignore[arg-type]  # it has what a state has
@@ -145,15 +147,19 @@ def decide(
 
 
 def _assessment(policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-    with FailureOf(policy, "probabilities"):
+    try:
         assessment = policy.assess(situation, options, state)
+    except Exception as error:  # noqa: BLE001  # raised again
+        raise_failure(policy, "probabilities", error)
     _check_probabilities(policy.name, assessment[0], options)
     return assessment
 
 
 def _recorded(policy: Policy, state: PolicyState) -> str:
-    with FailureOf(policy, "to_json of its state"):
+    try:
         return state.to_json()
+    except Exception as error:  # noqa: BLE001  # raised again
+        raise_failure(policy, "to_json of its state", error)
 
 
 class Decider:
@@ -178,8 +184,10 @@ class Decider:
         options = feasible_options(situation, swap_possible=not why_no_swap)
         if self._pinned is None:
             decision = decide(self.policy, situation, options, self.state, self._rng)
-            with FailureOf(self.policy, "next_state"):
+            try:
                 self.state = self.policy.next_state(self.state, decision)
+            except Exception as error:  # noqa: BLE001  # raised again
+                raise_failure(self.policy, "next_state", error)
         else:
             chosen = first_option_of(self._pinned, options) or 0
             decision = Decision(options, certain_choice(chosen, len(options)), chosen, (), PINNED, "{}")
@@ -198,8 +206,10 @@ class Decider:
         if self._pinned is not None:
             return True
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
-        with FailureOf(self.policy, "loads"):
+        try:
             return self.policy.loads(situation, options, self.state)
+        except Exception as error:  # noqa: BLE001  # raised again
+            raise_failure(self.policy, "loads", error)
 
     def loads_hit(self, situation: Preemption, read_s: float = 0.0) -> bool:
         """Whether a request loads tokens that it has in host memory and has not computed, or computes them.
@@ -235,8 +245,10 @@ class Decider:
         return min((cost.engine_s for cost in self._costs(situation, options)), default=None)
 
     def _costs(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
-        with FailureOf(self.policy, "probabilities"):
+        try:
             return self.policy.assess(situation, options, self.state)[1]
+        except Exception as error:  # noqa: BLE001  # raised again
+            raise_failure(self.policy, "probabilities", error)
 
     def pin(self, kind: Kind | None) -> None:
         """Take ``kind`` whenever it is feasible, recorded as the policy :data:`PINNED`; None to unpin.
@@ -253,8 +265,10 @@ class Decider:
     def learn(self, feedback: Feedback) -> None:
         """Pass the outcome of a decision to the policy. Does nothing for a policy that does not learn."""
         if isinstance(self.policy, LearningPolicy):
-            with FailureOf(self.policy, "observe"):
+            try:
                 self.state = self.policy.observe(self.state, feedback)
+            except Exception as error:  # noqa: BLE001  # raised again
+                raise_failure(self.policy, "observe", error)
 
     @property
     def learned(self) -> Online | None:

@@ -4,44 +4,37 @@ called."""
 from __future__ import annotations
 
 from traceback import walk_tb
-from types import CodeType, TracebackType
+from types import CodeType
+from typing import NoReturn
 
 from kvpolicy.code_digest import is_from_library
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.policy.base import Policy, PolicyError
 
 
-class FailureOf:
-    """Context in which a policy's method is called. An error of the user's code becomes a PolicyError that names the
-    policy, the method, the error and the line; the error itself is its cause.
+def raise_failure(policy: Policy, method: str, error: Exception) -> NoReturn:
+    """Raise what a call of ``policy``'s ``method`` ended in: for an error of the user's code a PolicyError that names
+    the policy, the method, the error and the line, whose cause is the error itself.
 
-    An error of this package's code passes as it is, and so does one that says by itself what is wrong.
+    ``method``: the one that was called. If a method of the user's that it calls failed, that one is named. An error of
+    this package's code passes as it is, and so does one that says by itself what is wrong. A function and no context,
+    so that a live decision that fails in nothing does not enter this file.
     """
+    if isinstance(error, KVPolicyError):
+        raise error
+    homes = _homes(policy)
+    frames = walk_tb(error.__traceback__)
+    own = [(frame.f_code, line) for frame, line in frames if _home(frame.f_globals["__name__"]) in homes]
+    if own:
+        # Text alone: the error itself may not be picklable, and a worker process hands errors on as pickles.
+        raise PolicyError(_sentence(policy, own[0][0].co_name, error) + _place(*own[-1])) from error
+    if homes and isinstance(error, TypeError):  # the call does not fit the method's arguments
+        raise PolicyError(_sentence(policy, method, error)) from error
+    raise error
 
-    __slots__ = "_method", "_policy"
 
-    def __init__(self, policy: Policy, method: str) -> None:
-        """``method``: the one that is called. If a method of the user's that it calls fails, that one is named."""
-        self._policy, self._method = policy, method
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, KVPolicyError):
-            return
-        homes = _homes(self._policy)
-        own = [(frame.f_code, line) for frame, line in walk_tb(trace) if _home(frame.f_globals["__name__"]) in homes]
-        if own:
-            # Text alone: the error itself may not be picklable, and a worker process hands errors on as pickles.
-            raise PolicyError(self._sentence(own[0][0].co_name, error) + _place(*own[-1])) from error
-        if homes and isinstance(error, TypeError):  # the call does not fit the method's arguments
-            raise PolicyError(self._sentence(self._method, error)) from error
-
-    def _sentence(self, method: str, error: Exception) -> str:
-        return f"policy {self._policy.name}: {method} failed with {type(error).__name__}: {error}"
+def _sentence(policy: Policy, method: str, error: Exception) -> str:
+    return f"policy {policy.name}: {method} failed with {type(error).__name__}: {error}"
 
 
 def _place(code: CodeType, line: int) -> str:
