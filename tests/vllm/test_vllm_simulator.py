@@ -18,6 +18,7 @@ from vllm.platforms import Platform, PlatformEnum
 
 from kvpolicy import policy
 from kvpolicy.events import Preemption
+from kvpolicy.policy.base import PolicyError
 from kvpolicy.policy.cheapest import Always
 from kvpolicy.simulator import Server, Simulator
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
@@ -148,7 +149,8 @@ class Wrong(Always):
 def test_a_policys_mistake_is_raised() -> None:
     """A server would go on and recompute; who simulates wants to know."""
     case = drawn(2, 30)
-    with pytest.raises(ZeroDivisionError, match="a mistake"):
+    expected = rf"policy wrong: assess failed with ZeroDivisionError: a mistake \({__file__}, line \d+\)$"
+    with pytest.raises(PolicyError, match=expected):
         VllmScheduler().run(case.work, Wrong("wrong", "swap"), case.server, case.times)
 
 
