@@ -195,7 +195,7 @@ class Bench:
         if not model.exists():
             trace = self._out / ("profile" if self._link is None else "profile-behind-link")
             measurement = Measurement(self._llm, seed=0, link=self._link)
-            profile(trace, measurement, extent=EXTENT)
+            profile(trace, measurement, extent=EXTENT, is_made=True)
             train([trace], model, force=True, seed=0)
         return f"cheapest:{model}"
 

@@ -152,7 +152,7 @@ class Bench:
         model = self._out / "model"
         if not model.exists():
             trace = self._out / "profile"
-            profile(trace, Measurement(self._llm, seed=self._options.seed), extent=EXTENT)
+            profile(trace, Measurement(self._llm, seed=self._options.seed), extent=EXTENT, is_made=True)
             train([trace], model, force=True, seed=self._options.seed)
         return f"cheapest:{model}"
 

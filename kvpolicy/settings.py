@@ -175,7 +175,8 @@ class Measurement:
     vllm_flags: Sequence[str] = ()
     """vLLM's flags of the server that the costs are for, as on its command line: ``["--tensor-parallel-size", "2"]``.
     With any, or with a model's id at a hub, the engine is that server's: its data types and ranks, its block size
-    alone, its token budget and requests, and its environment. Without, kvpolicy chooses, over several block sizes."""
+    alone, its token budget and requests, and its environment. Without, kvpolicy chooses, over several block sizes, and
+    the data type is the one that vLLM takes for the model."""
     minutes: float | None = option(
         "Minutes that this call may take. What has not been measured by then is listed, and left to the next call.",
         None,

@@ -139,7 +139,7 @@ class Profile:
         return {"core": core, "trace": traces.name, "took_s": time.monotonic() - began}
 
     def job(self, share: Share, llm: Path, folder: Path, max_s: float) -> Job:
-        rig = Rig(llm, share.extent, None, self.seed, device=not self.place.on_cpu)
+        rig = Rig(llm, share.extent, None, self.seed, device=not self.place.on_cpu, is_made=True)
         job = rig.job(share.part, folder)
         engine = job.engine | {"load_format": "dummy", "max_num_seqs": share.extent.max_others + 9}
         if not self.place.on_cpu:

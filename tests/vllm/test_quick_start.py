@@ -33,8 +33,6 @@ MINUTES = os.environ.get("KVPOLICY_TEST_PROFILE_MINUTES", "15")
 """Of the profile, in the place of the printed 30."""
 CONTEXT_TOKENS = 2048
 """Of the small model: victims are up to half as long, so that many are measured in a few minutes."""
-MEASURED = ("--dtype", "float32", "--block-size", "32")
-"""Flags of the engine that a profile without flags starts on a CPU; vLLM would take another type and size there."""
 CLIENTS = 32
 Server = AbstractContextManager[tuple[str, "subprocess.Popen[bytes]"]]
 
@@ -70,12 +68,13 @@ def run(environment: dict[str, str], tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def serve(environment: dict[str, str], tmp_path: Path) -> Callable[[list[str]], Server]:
-    """Starts a printed line with a small server's flags added: host, port, name, float32, eager, blocks of 32 tokens,
-    1,024 tokens a request, and memory for 48 blocks, so that few requests fill it."""
+    """Starts a printed line with a small server's flags added: host, port, name, eager, blocks of 32 tokens, 1,024
+    tokens a request, and memory for 48 blocks, so that few requests fill it. The data type is vLLM's own, as it is
+    without a flag."""
 
     def server(words: list[str]) -> Server:
         port = free_port()
-        return started(["env", *words, *vllm_flags(port)], port, tmp_path, environment, tmp_path)
+        return started(["env", *words, *vllm_flags(port, dtype="auto")], port, tmp_path, environment, tmp_path)
 
     return server
 
@@ -85,8 +84,8 @@ def test_your_own_server_as_printed(
     tmp_path: Path, run: Callable[..., str], serve: Callable[[list[str]], Server]
 ) -> None:
     """On a device without a data sheet, so in the order that README has for it: profile and train come first, and the
-    learned model looks in the place of cheapest:analytic. The profile takes ``MINUTES``, the servers have flags added
-    and the second check ``MEASURED``; `pip install kvpolicy` runs in tests/test_packaging.py. The rest is as printed.
+    learned model looks in the place of cheapest:analytic. The profile takes ``MINUTES``, and the servers have flags
+    added; `pip install kvpolicy` runs in tests/test_packaging.py. The rest is as printed.
     """
     llm = str(make_llama(tmp_path / "llm", context_tokens=CONTEXT_TOKENS))
     printed = block_below("**Your own server.**")
@@ -103,7 +102,7 @@ def test_your_own_server_as_printed(
     run(train)
     learned = cost.load(tmp_path / "models" / "mine")
 
-    assert "served by" in run([*measured(check), *MEASURED])
+    assert "served by" in run(measured(check))
     assert measured(look[:1]) == ["KVPOLICY=cheapest:models/mine,shadow=on"]
     with serve(measured(look)) as (base, _):
         found = pressed(base)

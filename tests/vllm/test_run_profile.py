@@ -6,7 +6,9 @@ A profile runs ``kvpolicy_vllm.bench.inspect_model``, then ``kvpolicy_vllm.bench
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,30 @@ def test_the_header_says_how_it_was_measured(interrupted: tuple[Path, list[str],
         assert {check["arm"] for check in header.noise["self_check"]} == {"recompute", "swap"}
     assert "self-check: recompute, blocks of 32" in report.text()
     assert report.states == SMALL.states + 2
+
+
+def test_a_model_is_computed_in_the_type_that_vllm_takes(
+    interrupted: tuple[Path, list[str], ProfileReport], model: str
+) -> None:
+    """As a server without --dtype will: on a CPU bfloat16 for a checkpoint in float32, too."""
+    out, _, report = interrupted
+    assert json.loads((Path(model) / "config.json").read_text())["dtype"] == "float32"
+    assert {header.geometry["dtype"] for header in traces.read(out).headers.values()} == {"bfloat16"}
+    assert report.text().splitlines()[0].endswith(" discarded, in bfloat16")
+
+
+def test_one_that_was_begun_in_float32_is_not_mixed_with_others(
+    interrupted: tuple[Path, list[str], ProfileReport], model: str, tmp_path: Path
+) -> None:
+    """Whether by an earlier version, or since kvpolicy had made the model."""
+    out = shutil.copytree(interrupted[0], tmp_path / "trace")
+    with pytest.raises(ValueError, match="was begun with dtype 'auto', now asked for with None"):
+        profile(out, Measurement(Path(model)), extent=SMALL, is_made=True)
+    plan = json.loads((out / "profile.json").read_text())
+    del plan["asked"]["dtype"]
+    (out / "profile.json").write_text(json.dumps(plan))
+    with pytest.raises(ValueError, match="was begun with dtype None, now asked for with 'auto'; give a new folder"):
+        profile(out, Measurement(Path(model)), extent=SMALL)
 
 
 def test_other_arguments_do_not_go_on_with_it(interrupted: tuple[Path, list[str], ProfileReport], model: str) -> None:

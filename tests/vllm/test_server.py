@@ -91,10 +91,10 @@ def started(
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def vllm_flags(port: int) -> list[str]:
+def vllm_flags(port: int, dtype: str = "float32") -> list[str]:
     """Of a small server on this machine."""
     return [
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--enforce-eager", "--block-size", "32",
         "--max-model-len", "1024", "--served-model-name", "small", "--num-gpu-blocks-override", "48",
     ]  # fmt: skip
 

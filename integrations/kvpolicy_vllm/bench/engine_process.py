@@ -78,9 +78,12 @@ def plugin_arguments(settings: Settings) -> dict[str, Any]:
     return {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(changed_values(settings))}
 
 
-def device_arguments(on_cpu: bool) -> dict[str, Any]:
-    """Arguments of :class:`vllm.LLM` that depend on the kind of device."""
-    return {"dtype": "float32", "enforce_eager": True} if on_cpu else {}
+def device_arguments(on_cpu: bool, is_made: bool = True) -> dict[str, Any]:
+    """Arguments of :class:`vllm.LLM` that depend on the kind of device. ``is_made``: whether kvpolicy made the model,
+    in float32; vLLM would compute it in bfloat16 on a CPU. Any other has the type that vLLM takes for it."""
+    if not on_cpu:
+        return {}
+    return {"enforce_eager": True} | ({"dtype": "float32"} if is_made else {})
 
 
 class EngineProcess:

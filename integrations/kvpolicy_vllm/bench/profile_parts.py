@@ -128,6 +128,8 @@ class Rig:
     """Whether there is an accelerator."""
     server: OwnServer | None = None
     """The server whose engine is measured; None for an engine of kvpolicy's own choice."""
+    is_made: bool = False
+    """Whether kvpolicy made the model."""
 
     @property
     def model_tokens(self) -> int:
@@ -204,7 +206,7 @@ class Rig:
             "max_num_batched_tokens": 8192 if self.device else 2048,
             "max_num_seqs": 64,
             "seed": self.seed,
-        } | device_arguments(on_cpu=not self.device)
+        } | device_arguments(on_cpu=not self.device, is_made=self.is_made)
 
 
 def tables_of(config: Mapping[str, Any], windows_whole: bool = False) -> int:

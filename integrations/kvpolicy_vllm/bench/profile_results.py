@@ -63,6 +63,8 @@ class ProfileReport:
     checks: Sequence[SelfCheck]
     prices: BatchPrices
     """What a recomputed token costs beside the measured batches, over a decoded one."""
+    dtype: str
+    """What the model was computed in."""
     missing: LeftOut = LeftOut()
     measured: Collection[str] = ()
     """Ids of all states, those of the self-check included."""
@@ -71,7 +73,7 @@ class ProfileReport:
         """The summary in words."""
         lines = [
             f"{self.out}: {self.states} states ({self.natural_states} natural), {self.windows} valid windows, "
-            f"{sum(self.discarded.values())} discarded"
+            f"{sum(self.discarded.values())} discarded, in {self.dtype}"
         ]
         lines += [f"  discarded: {count} x {reason}" for reason, count in self.discarded.items()]
         for core, noise in self.noise.items():
@@ -142,6 +144,7 @@ def finish_profile(out: Path, cores: Sequence[str], missing: LeftOut = LeftOut()
         step_times=models,
         checks=checks,
         prices=batch_prices(common_step_time([trace]), batches_of(map(situation_of, labelled))),
+        dtype=", ".join(sorted({header.geometry["dtype"] for header in trace.headers.values()})),
         missing=missing,
         measured=frozenset(causes),
     )

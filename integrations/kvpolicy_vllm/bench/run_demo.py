@@ -256,7 +256,7 @@ class Loop:
         for factor in TIME_FACTORS:
             how = Measurement(llm, seed=self._seed, minutes=factor * self._plan.minutes)
             with suppress(WrongValue):  # the time was over before any state was measured
-                report = profile(trace, how, extent=self._plan.extent)
+                report = profile(trace, how, extent=self._plan.extent, is_made=True)
                 if report.states >= MIN_STATES:
                     return report
         raise InputError(

@@ -45,19 +45,22 @@ def profile(
     progress: ProgressCallback | None = None,
     extent: Extent | None = None,
     clock: Callable[[], float] = time.monotonic,
+    is_made: bool = False,
 ) -> ProfileReport:
     """Measure, write a trace to ``out``, and return its report.
 
-    ``extent``: overrides the one that ``how.quick`` selects. ``progress`` replaces the progress bar. Raises InputError
-    where ``out`` holds something else or was begun with other arguments, and for flags that vLLM or the plugin refuses;
-    EngineFailed where an engine fails; WrongValue where ``how.minutes`` are too few for a single state.
+    ``extent``: overrides the one that ``how.quick`` selects. ``progress`` replaces the progress bar. ``is_made``:
+    whether ``how.llm`` is a model that kvpolicy made, which is in float32 on a CPU. Raises InputError where ``out``
+    holds something else or was begun with other arguments, and for flags that vLLM or the plugin refuses; EngineFailed
+    where an engine fails; WrongValue where ``how.minutes`` are too few for a single state.
     """
-    arguments = plan_arguments(how, extent=("quick" if how.quick else "full") if extent is None else asdict(extent))
+    amount = ("quick" if how.quick else "full") if extent is None else asdict(extent)
+    arguments = plan_arguments(how, is_made, extent=amount)
     budget = Budget.of(how.minutes, clock)
     done = open_plan(out, arguments)
     left_out = _read_plan(out / PLAN).get("left_out", {})
     with scratch_of(out) as scratch, progress_reporter(progress) as tell:
-        rig = prepare(scratch, how, extent)
+        rig = prepare(scratch, how, extent, is_made=is_made)
         parts = parts_of(rig.extent, rig.device)
         if budget.limited:  # what a server needs first: it serves over page-locked memory unless it is told not to
             parts = tuple(sorted(parts, key=lambda part: not part.pin_memory))
@@ -101,8 +104,15 @@ def _job_in_time(
     return in_time(job, budget.share_end_s(max(1, len(beside))), left_out)
 
 
-def prepare(scratch: Path, how: Measurement, extent: Extent | None, shape: Mapping[str, Any] | None = None) -> Rig:
+def prepare(
+    scratch: Path,
+    how: Measurement,
+    extent: Extent | None,
+    shape: Mapping[str, Any] | None = None,
+    is_made: bool = False,
+) -> Rig:
     """Find the settings that all parts share. ``shape``: shape of the model that is made where none is given.
+    ``is_made``: whether kvpolicy has made the one that is given.
 
     Raises InputError, with vLLM's or the plugin's reason, where a server with these flags would not start.
     """
@@ -119,10 +129,11 @@ def prepare(scratch: Path, how: Measurement, extent: Extent | None, shape: Mappi
     device, llm = bool(answer["device"]), answer["llm"]
     server = OwnServer(llm=llm, flags=tuple(how.vllm_flags), **answer["server"]) if own_server else None
     extent = extent_of(how.quick, device) if extent is None else extent
-    return Rig(Path(llm), extent if server is None else extent.of_server(server), how.link, how.seed, device, server)
+    extent = extent if server is None else extent.of_server(server)
+    return Rig(Path(llm), extent, how.link, how.seed, device, server, is_made or how.llm is None)
 
 
-def plan_arguments(how: Measurement, **amount: Any) -> dict[str, Any]:
+def plan_arguments(how: Measurement, is_made: bool = False, **amount: Any) -> dict[str, Any]:
     """A study's arguments as its plan file keeps them; the time that a call may take is none of them.
 
     Raises WrongValue for a model that cannot be one, InputError for a flag that kvpolicy sets itself.
@@ -135,6 +146,8 @@ def plan_arguments(how: Measurement, **amount: Any) -> dict[str, Any]:
         "link": how.link and how.link.text,
         "seed": how.seed,
         "vllm_flags": list(how.vllm_flags) or None,
+        # Of a folder alone it is vLLM's choice. Earlier versions measured these in float32, and said nothing of it.
+        "dtype": "auto" if how.llm_folder is not None and not how.vllm_flags and not is_made else None,
     }
     return dict(json.loads(json.dumps(arguments | amount)))
 
