@@ -60,6 +60,16 @@ def test_a_model_that_is_served(process: EngineProcess, model: str) -> None:
     assert found["refused"] == found["not_laid_out"] == ""
 
 
+@pytest.mark.feature("kvpolicy check")
+def test_a_model_with_experts_after_one_without(process: EngineProcess, model: str, tmp_path: Path) -> None:
+    """In one process: vLLM makes groups of ranks for a model, and those of the first had no place for experts."""
+    flags = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE))
+    experts = str(families.make("mixtral", tmp_path / "experts"))
+    for llm in (model, experts, model):
+        found = asked(process, llm, *flags)
+        assert found["refused"] == found["not_laid_out"] == "" and found["groups"]
+
+
 def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path) -> None:
     """And no memory is taken for them: the layers of a model of many GiB are made as fast."""
     config = json.loads((Path(model) / "config.json").read_text())
@@ -163,9 +173,9 @@ def test_a_drafters_layers_are_in_the_same_blocks(
 
 
 @pytest.mark.feature("speculation on MLA in steps below the model's length", refused=True)
-def test_drafts_beside_prompts_that_fit_into_no_step(tmp_path: Path) -> None:
+def test_drafts_beside_prompts_that_fit_into_no_step(process: EngineProcess, tmp_path: Path) -> None:
     """vLLM computes these prompts whole, also without kvpolicy, and such a one waits forever. Its default for a server,
-    2,048 tokens in a step, is too few, too. In a process of its own, as every check is."""
+    2,048 tokens in a step, is too few, too."""
     if torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM computes these prompts in chunks on this machine")
     families.skip_unless_served(families.FAMILIES["deepseek-v3"])
@@ -173,23 +183,22 @@ def test_drafts_beside_prompts_that_fit_into_no_step(tmp_path: Path) -> None:
     drafts = json.dumps(features.further_latent_layer(tmp_path, Path(model))["speculative_config"])
     flags, few = ("--dtype", "bfloat16", "--max-model-len", "4096"), ("--max-num-batched-tokens", "128")
     drafting = (*flags, "--speculative-config", drafts)
-    with EngineProcess("kvpolicy_vllm.check.lay_out") as process:
-        for given, tokens in (((), "2048"), (few, "128")):
-            found = asked(process, model, *drafting, *given)
-            assert f"at most {tokens} tokens in a step" in found["refused"]
-            assert "Give --max-num-batched-tokens 4096" in found["refused"]
-            assert found["helps"] == ["--max-num-batched-tokens 4096", "no --speculative-config"]
-        limit = ("--max-num-scheduled-tokens", "128")
-        for given in ((*flags, *limit), (*drafting, *limit)):
-            found = asked(process, model, *given)
-            assert "at most 128 tokens in a step" in found["refused"]
-            assert "--max-num-scheduled-tokens 4096" in found["refused"]
-            assert found["helps"] == ["--max-num-scheduled-tokens 4096"]
-            raised = asked(process, model, *given[:-1], "4096")
-            assert raised["refused"] == raised["not_laid_out"] == "" and raised["groups"]
-        assert not asked(process, model, *flags, *few)["refused"], "without drafts"
-        enough = asked(process, model, *drafting, "--max-num-batched-tokens", "4096")
-        assert enough["refused"] == enough["not_laid_out"] == "" and enough["groups"]
+    for given, tokens in (((), "2048"), (few, "128")):
+        found = asked(process, model, *drafting, *given)
+        assert f"at most {tokens} tokens in a step" in found["refused"]
+        assert "Give --max-num-batched-tokens 4096" in found["refused"]
+        assert found["helps"] == ["--max-num-batched-tokens 4096", "no --speculative-config"]
+    limit = ("--max-num-scheduled-tokens", "128")
+    for given in ((*flags, *limit), (*drafting, *limit)):
+        found = asked(process, model, *given)
+        assert "at most 128 tokens in a step" in found["refused"]
+        assert "--max-num-scheduled-tokens 4096" in found["refused"]
+        assert found["helps"] == ["--max-num-scheduled-tokens 4096"]
+        raised = asked(process, model, *given[:-1], "4096")
+        assert raised["refused"] == raised["not_laid_out"] == "" and raised["groups"]
+    assert not asked(process, model, *flags, *few)["refused"], "without drafts"
+    enough = asked(process, model, *drafting, "--max-num-batched-tokens", "4096")
+    assert enough["refused"] == enough["not_laid_out"] == "" and enough["groups"]
 
 
 @pytest.mark.feature("a cache of prompts over windows, states or several KV cache groups", refused=True)

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    get_tp_group,
+    init_distributed_environment,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
@@ -90,17 +96,17 @@ def _one_core(parallel: ParallelConfig) -> Iterator[None]:
 @contextmanager
 def _first_of(ranks: int) -> Iterator[None]:
     """Layers ask their group how many ranks share them, and keep the first one's heads and states. They say nothing to
-    the others while they are made, so there need be none: this process is a group of its own."""
-    if not torch.distributed.is_initialized():
-        with tempfile.TemporaryDirectory() as folder:
-            init_distributed_environment(1, 0, (Path(folder) / "rendezvous").as_uri(), 0, "gloo")
-            ensure_model_parallel_initialized(1, 1)
-    group = get_tp_group()
-    alone, group.world_size = group.world_size, ranks
+    the others while they are made, so there need be none: this process is a group of its own. vLLM makes the group of
+    experts for a model that has some, and for no other: so each model has groups of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, (Path(folder) / "rendezvous").as_uri(), 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    get_tp_group().world_size = ranks
     try:
         yield
     finally:
-        group.world_size = alone
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 def _prepare(config: VllmConfig, layers: Iterable[Any], specs: Iterable[Any]) -> None:
