@@ -3,7 +3,9 @@
 A test names the features that it backs with ``@pytest.mark.feature("name")``; ``refused=True`` says that the plugin
 refuses the feature, which the test shows, and ``before="0.32"`` that it backs it on older versions of vLLM alone. What
 came out is written to ``docs/features.json``, or to the file that ``KVPOLICY_FEATURES`` names, one row for each
-feature, vLLM version and test; rows of other tests and versions stay.
+feature, vLLM version and test, with the names of the test's cases by outcome. Rows of other tests and versions stay,
+and so do cases that were not run this time: a test of many engines can be recorded in pieces. A row with a number in
+the place of names was written before they were recorded, and goes once its test is run again.
 `tools/feature_table.py` makes the page of it.
 """
 
@@ -13,7 +15,6 @@ import importlib.metadata
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +29,9 @@ WITHOUT_VLLM = "any"
 """Version of a test that needs no vLLM."""
 Key = tuple[str, str, str]
 """Feature, version and test."""
+Cases = dict[str, str]
+"""Outcomes of a test by the names of its parameters, which are "" for a test without."""
+OUTCOMES = ("passed", "failed", "skipped")
 
 
 def installed_version() -> str:
@@ -74,15 +78,16 @@ class Recorder:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._rows: dict[Key, tuple[str, Counter[str]]] = {}
-        self._named: dict[str, set[str]] = {}
-        """Features that each test names, by test; those of its parameters that do not run, too."""
+        self._rows: dict[Key, tuple[str, Cases]] = {}
+        self._named: dict[str, dict[str, set[str]]] = {}
+        """Cases of each feature that a test names, by test; those that do not run, too."""
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         if any("[" in argument for argument in item.config.args):
             return  # one parameter was asked for, and the others are not collected
-        named = self._named.setdefault(item.nodeid.split("[")[0], set())
-        named.update(mark.args[0] for mark in item.iter_markers("feature"))
+        named = self._named.setdefault(item.nodeid.split("[")[0], {})
+        for mark in item.iter_markers("feature"):
+            named.setdefault(mark.args[0], set()).add(case_of(item))
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -94,8 +99,8 @@ class Recorder:
         test, version = item.nodeid.split("[")[0], version_of(item)
         for mark in (mark for mark in item.iter_markers("feature") if holds(mark, version)):
             key = (mark.args[0], version, test)
-            _, counts = self._rows.setdefault(key, (how_of(item, mark), Counter()))
-            counts[outcome] += 1
+            _, cases = self._rows.setdefault(key, (how_of(item, mark), {}))
+            cases[case_of(item)] = outcome
 
     def pytest_sessionfinish(self) -> None:
         if self._rows:
@@ -106,15 +111,19 @@ def read(file: Path) -> list[dict[str, Any]]:
     return list(json.loads(file.read_text())) if file.exists() else []
 
 
+def case_of(item: pytest.Item) -> str:
+    return str(getattr(getattr(item, "callspec", None), "id", ""))
+
+
 def merged(
     rows: list[dict[str, Any]],
-    new: dict[Key, tuple[str, Counter[str]]],
-    named: Mapping[str, Collection[str]] = MappingProxyType({}),
+    new: dict[Key, tuple[str, Cases]],
+    named: Mapping[str, Mapping[str, Collection[str]]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """``rows`` with those of ``new``. A row that only tells of skipped tests takes the place of none.
+    """``rows`` with the cases of ``new``. One that was skipped takes the place of no other outcome.
 
-    ``named``: the features that tests name, by test. Where such a test has new rows, its rows of other features go: it
-    backs them no more.
+    ``named``: the cases of the features that tests name, by test. Where such a test has new rows, its other features
+    and cases go: it backs them no more.
     """
     ran = {test for _, _, test in new}
     backed = {test: {*features, *(feature for feature, _, of in new if of == test)} for test, features in named.items()}
@@ -123,12 +132,23 @@ def merged(
         for row in rows
         if row["test"] not in ran or row["feature"] in backed.get(row["test"], (row["feature"],))
     }
-    for key, (how, counts) in new.items():
-        if key in by_key and set(counts) == {"skipped"}:
-            continue
+    for key, (how, cases) in new.items():
         feature, version, test = key
-        by_key[key] = {"feature": feature, "version": version, "test": test, "how": how, **counts}
+        row = by_key.get(key, {})
+        known = {case: one for case, one in cases_of(row).items() if case in named.get(test, {}).get(feature, (case,))}
+        if row and not known and set(cases.values()) == {"skipped"}:
+            continue
+        found = known | {case: one for case, one in cases.items() if one != "skipped" or case not in known}
+        outcomes = {one: sorted(case for case in found if found[case] == one) for one in OUTCOMES}
+        by_key[key] = {"feature": feature, "version": version, "test": test, "how": how} | {
+            one: names for one, names in outcomes.items() if names
+        }
     return [by_key[key] for key in sorted(by_key)]
+
+
+def cases_of(row: Mapping[str, Any]) -> Cases:
+    """Those that a row names; none of one that has numbers alone."""
+    return {case: one for one in OUTCOMES if isinstance(row.get(one), list) for case in row[one]}
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,11 +67,11 @@ def test_what_is_marked_and_was_never_recorded_is_named() -> None:
 
 
 def test_a_cell_says_the_most_that_was_shown() -> None:
-    def row(how: str, **counts: int) -> dict[str, Any]:
+    def row(how: str, **counts: object) -> dict[str, Any]:
         return {"how": how} | counts
 
     assert TABLE.cell([]) == ""
-    assert TABLE.cell([row("engine", skipped=3)]) == ""
+    assert TABLE.cell([row("engine", skipped=["a"])]) == ""
     assert TABLE.cell([row("scheduler", passed=1), row("engine", passed=2, skipped=1)]) == "yes"
     assert TABLE.cell([row("refused", passed=1), row("engine", skipped=1)]) == "refused"
     assert TABLE.cell([row("scheduler", passed=1), row("engine", passed=9, failed=1)]) == "**fails**"
@@ -113,25 +112,43 @@ def test_outcomes_are_recorded_by_version_and_others_stay(wrong: str, tmp_path: 
     subprocess.run([*command, str(tmp_path)], env=environment, cwd=tmp_path, capture_output=True, check=False)
     rows = {(row["feature"], row["version"]): row for row in json.loads(record.read_text())}
     assert rows["another", "0.24"]["passed"] == 2
-    assert rows["shown", "0.30"]["passed"] == 1
-    assert rows["shown", "0.31"].get("failed" if wrong else "passed") == 1
+    assert rows["shown", "0.30"]["passed"] == ["0.30.0"]
+    assert rows["shown", "0.31"].get("failed" if wrong else "passed") == ["version1"]
     assert rows["turned down", WITHOUT_VLLM]["how"] == "refused"
-    assert rows["shown", WITHOUT_VLLM]["skipped"] == 1
+    assert rows["shown", WITHOUT_VLLM]["skipped"] == [""]
     at_first = [version for feature, version in rows if feature == "turned down at first"]
     assert at_first == ["0.30"], "from 0.31 on it is served"
 
 
-def test_skipping_a_test_forgets_nothing() -> None:
-    row = {"feature": "f", "version": "0.32", "test": "t", "how": "engine", "passed": 4}
-    assert merged([row], {("f", "0.32", "t"): ("engine", Counter(skipped=4))}) == [row]
-    (new,) = merged([row], {("f", "0.32", "t"): ("engine", Counter(passed=1, skipped=3))})
-    assert (new["passed"], new["skipped"]) == (1, 3)
+ROW: dict[str, Any] = {"feature": "f", "version": "0.32", "test": "t", "how": "engine"}
+
+
+@pytest.mark.parametrize("passed", [4, ["a", "b"]])
+def test_skipping_a_test_forgets_nothing(passed: object) -> None:
+    row = ROW | {"passed": passed}
+    assert merged([row], {("f", "0.32", "t"): ("engine", {"a": "skipped", "b": "skipped"})}) == [row]
+
+
+def test_pieces_of_a_test_add_up() -> None:
+    """Of cases that the test has still, and with the newest outcome of each."""
+    row = ROW | {"passed": ["a", "b", "gone"], "skipped": ["c"]}
+    new = {("f", "0.32", "t"): ("engine", {"b": "failed", "c": "passed", "d": "skipped"})}
+    expected = ROW | {"passed": ["a", "c"], "failed": ["b"], "skipped": ["d"]}
+    assert merged([row], new, {"t": {"f": {"a", "b", "c", "d"}}}) == [expected]
+    (alone,) = merged([row], new)
+    assert alone["passed"] == ["a", "c", "gone"], "nothing is known of the cases that were not collected"
+
+
+def test_a_number_without_names_goes_once_its_test_is_run_again() -> None:
+    (row,) = merged([ROW | {"passed": 4}], {("f", "0.32", "t"): ("engine", {"a": "passed", "b": "skipped"})})
+    assert row == ROW | {"passed": ["a"], "skipped": ["b"]}
 
 
 def test_what_a_test_backs_no_more_goes_once_it_is_run_again() -> None:
-    row = {"feature": "f", "version": "0.32", "test": "t", "how": "refused", "passed": 1}
-    others = [row | {"test": "u"}, row | {"feature": "g"}]
-    ran = {("g", "0.32", "t"): ("refused", Counter(passed=1))}
-    assert merged([row, *others], ran, {"t": {"g"}, "u": {"g"}}) == others
-    assert merged([row], {("g", "0.33", "t"): ("engine", Counter(passed=1))}, {"t": {"f", "g"}})[0] == row
-    assert merged([row], ran, {"t": {"f", "g"}}) == [row, row | {"feature": "g"}], "one of its parameters backs it"
+    row = ROW | {"how": "refused", "passed": [""]}
+    others, named = [row | {"test": "u"}, row | {"feature": "g"}], {"g": {""}}
+    ran = {("g", "0.32", "t"): ("refused", {"": "passed"})}
+    assert merged([row, *others], ran, {"t": named, "u": named}) == others
+    both = {"t": {"f": {""}} | named}
+    assert merged([row], {("g", "0.33", "t"): ("engine", {"": "passed"})}, both)[0] == row
+    assert merged([row], ran, both) == [row, row | {"feature": "g"}], "one of its parameters backs it"
