@@ -34,6 +34,8 @@ LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_by
 """The feature that measures a victim's length."""
 POWERS = {"recomputed_pairs": 2.0}
 """Power of length that a feature grows with; 1 for all others."""
+OF_DATA_TYPE = ("weight_bytes", "kv_bytes")
+"""Fields of a geometry that are compared last: where the data type differs it is what is to be named."""
 
 
 class ModelError(KVPolicyError):
@@ -278,7 +280,9 @@ class FittedModel(CostModel):
         """See :class:`CostModel`. Link and token budget are compared only if the engine states them."""
         self._refuse_other_ranks(engine)
         geometry = self.provenance.geometry
-        for name, value in (geometry.to_dict() | geometry.kinds).items():
+        values = geometry.to_dict() | geometry.kinds
+        for name in sorted(values, key=OF_DATA_TYPE.__contains__):
+            value = values[name]
             actual = engine.geometry.get(name, 0 if name in geometry.kinds and engine.geometry else None)
             if actual != value:
                 self._refuse(f"geometry.{name}", value, actual)

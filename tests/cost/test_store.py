@@ -115,7 +115,11 @@ def test_the_engine_it_was_measured_on_fits_without_a_word(trained: Path) -> Non
     ("change", "message"),
     [
         ({"geometry": replace(GEOMETRY, layers=5).to_dict()}, "geometry.layers is 5 here, it was measured on 4"),
-        ({"geometry": replace(GEOMETRY, dtype="bfloat16").to_dict()}, "geometry.dtype is 'bfloat16'"),
+        (
+            {"geometry": replace(GEOMETRY, dtype="bfloat16", weight_bytes=2, kv_bytes=2).to_dict()},
+            "geometry.dtype is 'bfloat16' here, it was measured on 'float32'",
+        ),
+        ({"geometry": replace(GEOMETRY, kv_bytes=1).to_dict()}, "geometry.kv_bytes is 1 here, it was measured on 4"),
         ({"block_bytes": 16 * GEOMETRY.kv_bytes_per_token}, "KV bytes per token"),
         ({"block_bytes": None}, "KV bytes per token is None here"),
         ({"geometry": {}}, "geometry.layers is None here"),
