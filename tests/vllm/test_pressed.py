@@ -4,7 +4,9 @@ batch."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -96,16 +98,31 @@ def test_no_copy_made_under_one_adapter_is_loaded_under_another(tmp_path: Path) 
     assert_unharmed(result)
 
 
+def has_several(name: str) -> bool:
+    return len(families.FAMILIES[name].groups) > 1
+
+
+def prioritised(name: str) -> Any:
+    feature = "priority scheduling over several KV cache groups" if has_several(name) else "priority scheduling"
+    return pytest.param(name, marks=[*map(pytest.mark.feature, (families.FAMILIES[name].feature, feature))])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*map(marked, ROUNDED)])
+@pytest.mark.parametrize("family", [*map(prioritised, ROUNDED)])
 def test_a_family_of_bfloat16_under_pressure(family: str, tmp_path: Path) -> None:
-    asked = requests(16)
-    assert_unharmed_of(family, asked, pressed(family, asked, {}, tmp_path))
+    """Under drawn priorities without an order: those of the first have ended before those of the last, on average."""
+    rng = random.Random(16)
+    asked = [request | {"priority": rng.randrange(3)} for request in requests(16)]
+    result = pressed(family, asked, {}, tmp_path)
+    assert_unharmed_of(family, asked, result)
+    places: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for place, name in enumerate(result["tokens"]):  # as they ended
+        places[asked[int(name.removeprefix("r"))]["priority"]].append(place)
+    assert fmean(places[0]) < fmean(places[1]) < fmean(places[2]), places
 
 
 def ordered(name: str) -> Any:
-    several = len(families.FAMILIES[name].groups) > 1
-    feature = "an order of service over several KV cache groups" if several else "orders of service"
+    feature = "an order of service over several KV cache groups" if has_several(name) else "orders of service"
     return pytest.param(name, marks=pytest.mark.feature(feature))
 
 

@@ -19,12 +19,13 @@ from kvpolicy.evaluation.log_headroom import served_headrooms
 from kvpolicy.overflow import EVICTED_TOKENS, FIGURES, MEMORY, TIMELINE
 from kvpolicy.reporting.measurements import material
 from kvpolicy.reporting.pipeline import report
-from kvpolicy.settings import Measurement
+from kvpolicy.settings import Measurement, ServerSettings
 from kvpolicy.trace import Trace
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.reach import ARMS, Reach, runs_of
 from kvpolicy_vllm.bench.run_characterize import MODEL, characterize
 from kvpolicy_vllm.bench.run_profile import UNFINISHED
+from kvpolicy_vllm.check import check
 from tests.vllm import families, harness
 
 TINY = Reach(
@@ -165,6 +166,14 @@ def test_two_ranks_with_a_file_of_flags(model: str, tmp_path: Path, monkeypatch:
     counted = Counter((row["state_id"], row["arm"]) for row in windows(trace))
     states = [f"sequence-length/{tokens}" for tokens in TINY.lengths]
     assert counted == {(state, arm): 1 for state in states for arm in ("none", "recompute", "swap")}
+
+
+def test_a_server_without_flags_takes_what_is_learned(study: tuple[Path, list[str], str], model: str) -> None:
+    """The model was computed in the type that vLLM takes for it."""
+    learned = ServerSettings(f"cheapest:{study[0] / MODEL}", host_gib=0.5)
+    assert check(model, learned, []).ok
+    refused = check(model, learned, ["--dtype", "float32"]).refused
+    assert "dtype is 'float32' here, it was measured on 'bfloat16'" in refused
 
 
 def test_it_says_what_there_was_to_win(study: tuple[Path, list[str], str], trace: Trace) -> None:
