@@ -14,7 +14,7 @@ from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.by_hints import EVENTS
 from kvpolicy.caching.fallback import Guarded
-from kvpolicy.cost.block_price import RENEWED_STEPS, block_price, sampled
+from kvpolicy.cost.block_price import RENEWED_STEPS, block_price, read_first, sampled
 from kvpolicy.events import Cause
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
@@ -89,6 +89,8 @@ class PromptCache:
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
+        self.files.worth_saving = partial(self._is_worth_storing, saved=True, from_files=True)
+        self._copies.pool.worth_handing_on = self.files.takes
         self._copies.saved = self.files.saved
         self._files_by_price = self._unpriced = by_price
 
@@ -259,8 +261,8 @@ class PromptCache:
         prices, files = self.prices, self.files
         if prices is None or files is None:
             return ()
-        self._unpriced, read_s = False, files.read_s(1)
-        return sampled(lambda index: max(0.0, prices(index) - read_s))
+        self._unpriced = False
+        return sampled(read_first(prices, files.read_s(1)))
 
     def waits_for_files(self, request: Any, local_tokens: int) -> bool:
         """Whether the request goes on in files, and is better admitted when that has come to host memory. Begins to
