@@ -81,7 +81,9 @@ class Returns:
 
     def returned(self, visit: Visit, name: Class, blocks: int = 1) -> None:
         """So many blocks of that visit, of class ``name``, are asked for again."""
-        visit.blocks[name] -= blocks
+        left = visit.blocks.pop(name) - blocks
+        if left:
+            visit.blocks[name] = left
         self._counts(self._returned, name)[visit.level] += blocks
 
     def rate(self, visit: Visit, name: Class) -> float:

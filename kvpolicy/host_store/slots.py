@@ -113,7 +113,7 @@ class HostStore:
         """Number of leading blocks of a window that are worth storing by these hints."""
         return self.cache.wanted(chain, hints) if isinstance(self.cache, Hinted) else len(chain)
 
-    def given_back(self, chain: Chain, places: Iterable[Hashable], asked: int) -> None:
+    def given_back(self, chain: Chain, places: Sequence[Hashable], asked: int) -> None:
         """A request gives its blocks back: the device may lose them from now on. Without effect where nothing is
         cached.
 
@@ -124,8 +124,12 @@ class HostStore:
             return
         if asked < len(chain):
             self.cache.extended(chain, asked)
-        by_key, watched = self._by_key, self.watched
-        for node, place in zip(self._tree.nodes(chain), places, strict=False):
+        by_key, watched, first = self._by_key, self.watched, 0
+        for key, place, block in zip(chain, places, map(watched.get, places), strict=False):
+            if block is None or block.key != key or block.place != place or block.node is None:
+                break
+            first += 1  # one of a beginning that others share, which is watched there already
+        for node, place in zip(self._tree.nodes(chain, first), places[first:], strict=False):
             block = by_key.get(node.key)
             if block is None:
                 block = by_key[node.key] = HostBlock(node.key, place, [], node=node)
