@@ -99,8 +99,7 @@ class Returns:
                 break
             visit.level = level
             for name, count in visit.blocks.items():
-                if count:
-                    reached[name][level] += count
+                reached[name][level] += count
         aging.pop(now - REACHED[-1][1], None)
 
     def _fit(self) -> None:
