@@ -386,7 +386,8 @@ class HostStore:
         parents = {node.parent.key for node, _ in wanted if node.parent}
         self._make_room(len(wanted), parents, [block.key for _, block in wanted])
         room = len(self._unused)
-        handed_on, refused = [], []
+        handed_on: list[tuple[Node, HostBlock]] = []
+        refused: list[tuple[Node, HostBlock]] = []
         for item in wanted[room:]:
             (handed_on if self.worth_handing_on(item[0].key, item[0].reach) else refused).append(item)
         if handed_on:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-ONLY_TABLE = make_block_hash_with_group_id(BlockHash(b""), 0)
+ONLY_TABLE: bytes = make_block_hash_with_group_id(BlockHash(b""), 0)
 """What vLLM appends to the hash of a block of the first block table."""
 
 
