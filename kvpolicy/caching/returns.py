@@ -68,10 +68,10 @@ class Returns:
             self._fit()
         return now
 
-    def join(self, visit: Visit, name: Class) -> None:
-        """A block of class ``name`` is of that visit, too, but was not among those that its prompt asked for."""
-        visit.blocks[name] = visit.blocks.get(name, 0) + 1
-        self._counts(self._reached, name)[visit.level] += 1
+    def join(self, visit: Visit, name: Class, blocks: int) -> None:
+        """So many blocks of class ``name`` are of that visit, too, but not among those that its prompt asked for."""
+        visit.blocks[name] = visit.blocks.get(name, 0) + blocks
+        self._counts(self._reached, name)[visit.level] += blocks
 
     def old_visit(self, name: Class) -> Visit:
         """A visit too long ago to be counted, of one block."""
@@ -81,7 +81,9 @@ class Returns:
 
     def returned(self, visit: Visit, name: Class, blocks: int = 1) -> None:
         """So many blocks of that visit, of class ``name``, are asked for again."""
-        visit.blocks[name] -= blocks
+        left = visit.blocks.pop(name) - blocks
+        if left:
+            visit.blocks[name] = left
         self._counts(self._returned, name)[visit.level] += blocks
 
     def rate(self, visit: Visit, name: Class) -> float:
@@ -97,8 +99,7 @@ class Returns:
                 break
             visit.level = level
             for name, count in visit.blocks.items():
-                if count:
-                    reached[name][level] += count
+                reached[name][level] += count
         aging.pop(now - REACHED[-1][1], None)
 
     def _fit(self) -> None:

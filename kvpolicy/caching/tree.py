@@ -49,12 +49,15 @@ class Path(Sequence[Key]):
     def __getitem__(self, index: slice) -> list[Key]: ...
 
     def __getitem__(self, index: int | slice) -> Key | list[Key]:
+        node = self._last
+        if index == node.position:  # what is asked for nearly always
+            return node.key
         if isinstance(index, slice):
             return list(self)[index]
-        wanted = index + len(self) if index < 0 else index
-        if not 0 <= wanted < len(self):
-            raise IndexError(f"block {index} of a chain of {len(self)}")
-        node = self._last
+        blocks = node.position + 1
+        wanted = index + blocks if index < 0 else index
+        if not 0 <= wanted < blocks:
+            raise IndexError(f"block {index} of a chain of {blocks}")
         while node.position > wanted:
             assert node.parent is not None
             node = node.parent
@@ -86,14 +89,14 @@ class Tree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def nodes(self, chain: Chain) -> list[Node]:
-        """The node of each block of a chain. O(its blocks), of which only those that nobody holds are looked up: the
-        last one that is there has all before it."""
+    def nodes(self, chain: Chain, first: int = 0) -> list[Node]:
+        """The node of each block of a chain, from that index on. O(these blocks), of which only those that nobody holds
+        are looked up: the last one that is there has all before it."""
         known, last = len(chain), None
         while known and (last := self._nodes.get(chain[known - 1])) is None:
             known -= 1
         _reach(last, len(chain))
-        found = _up_to(last)
+        found = _up_to(last, first)
         for key in chain[known:]:
             last = self._nodes[key] = Node(key, last)
             last.reach = len(chain)
@@ -109,10 +112,10 @@ def _reach(last: Node | None, blocks: int) -> None:
         node = node.parent
 
 
-def _up_to(last: Node | None) -> list[Node]:
-    """The nodes of the chain that ends with this one."""
+def _up_to(last: Node | None, first: int) -> list[Node]:
+    """The nodes of the chain that ends with this one, from that index on."""
     found, node = [], last
-    while node is not None:
+    while node is not None and node.position >= first:
         found.append(node)
         node = node.parent
     found.reverse()

@@ -59,6 +59,11 @@ def block_price(
     return _linear([place + shift for place in at], prices)
 
 
+def read_first(price: Callable[[int], float], read_s: float) -> Callable[[int], float]:
+    """Seconds saved by a block, by its index, that is in host memory only after so many seconds, as one of files."""
+    return lambda index: max(0.0, price(index) - read_s)
+
+
 def sampled(price: Callable[[int], float]) -> tuple[float, ...]:
     """Prices at :data:`SAMPLED_AT`, from which :func:`interpolated` makes the others."""
     return tuple(map(price, SAMPLED_AT))

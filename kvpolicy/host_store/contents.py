@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -80,6 +80,17 @@ def by_owner(blocks: Iterable[HostBlock], cache: Any = None) -> list[tuple[Any, 
         elif block.cached and cache is not None:
             needed.setdefault(cache, []).append(block)
     return sorted(needed.items(), key=lambda item: item[0].number)
+
+
+class Protected:
+    """Keys of contents that may not be evicted: copies need them, or they are ``needed``."""
+
+    def __init__(self, by_key: Mapping[Hashable, HostBlock], needed: Container[Hashable]) -> None:
+        self._by_key, self._needed = by_key, needed
+
+    def __contains__(self, key: object) -> bool:
+        block = self._by_key.get(key)
+        return block is None or not block.cached or key in self._needed
 
 
 @dataclass(slots=True)

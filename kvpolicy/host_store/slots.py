@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
 from kvpolicy.caching.base import CachingPolicy, Chain
 from kvpolicy.caching.by_hints import Hinted
-from kvpolicy.caching.tree import Tree
-from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, rank_of
+from kvpolicy.caching.tree import Node, Tree
+from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, Protected, rank_of
 from kvpolicy.request_marks import Hints
 
 
@@ -35,6 +35,8 @@ class HostStore:
         would cost more than computing them, none is."""
         self.worth_keeping: Callable[[int], bool] = lambda blocks: True
         """Whether those that a copy needed, and that are in slots already, stay for the cache."""
+        self.worth_handing_on: Callable[[Hashable, int], bool] = lambda key, blocks: False
+        """Whether a content is saved for a tier below, where the caching policy would rather keep what is there."""
         # Freed slots are reused last, so that stale data stays intact as long as possible.
         self._unused = deque(range(slots))
         self._copies: dict[HostCopy, None] = {}
@@ -111,7 +113,7 @@ class HostStore:
         """Number of leading blocks of a window that are worth storing by these hints."""
         return self.cache.wanted(chain, hints) if isinstance(self.cache, Hinted) else len(chain)
 
-    def given_back(self, chain: Chain, places: Iterable[Hashable], asked: int) -> None:
+    def given_back(self, chain: Chain, places: Sequence[Hashable], asked: int) -> None:
         """A request gives its blocks back: the device may lose them from now on. Without effect where nothing is
         cached.
 
@@ -122,8 +124,12 @@ class HostStore:
             return
         if asked < len(chain):
             self.cache.extended(chain, asked)
-        by_key, watched = self._by_key, self.watched
-        for node, place in zip(self._tree.nodes(chain), places, strict=False):
+        by_key, watched, first = self._by_key, self.watched, 0
+        for key, place, block in zip(chain, places, map(watched.get, places), strict=False):
+            if block is None or block.key != key or block.place != place or block.node is None:
+                break
+            first += 1  # one of a beginning that others share, which is watched there already
+        for node, place in zip(self._tree.nodes(chain, first), places[first:], strict=False):
             block = by_key.get(node.key)
             if block is None:
                 block = by_key[node.key] = HostBlock(node.key, place, [], node=node)
@@ -351,19 +357,17 @@ class HostStore:
 
     def _cache(self, lost: Sequence[HostBlock]) -> list[HostBlock]:
         """Cache what the device is about to lose and no copy needs; return what must be saved for that."""
-        wanted = []
+        wanted: list[tuple[Node, HostBlock]] = []
         for block in lost:
             if block.key is None:
                 continue  # a copy that needed it was given up
             if block.node is not None and self.worth_saving(block.node.reach):
-                wanted.append((block.node.position, block))
+                wanted.append((block.node, block))
             else:
                 self._forget_key(block)
                 self.counts.refused += 1
-        if len(wanted) > len(self._unused):  # a hit needs what is before a block, too
-            wanted.sort(key=lambda item: item[0])
-            parents = {block.node.parent.key for _, block in wanted if block.node and block.node.parent}
-            self._make_room(len(wanted), parents, [block.key for _, block in wanted])
+        if len(wanted) > len(self._unused):
+            wanted = self._with_room(wanted)
         saved = []
         for _, block in wanted:
             if self._unused:
@@ -375,23 +379,38 @@ class HostStore:
                 self.counts.refused += 1
         return saved
 
+    def _with_room(self, wanted: list[tuple[Node, HostBlock]]) -> list[tuple[Node, HostBlock]]:
+        """What is to be stored, in the order in which it gets slots, once the policy has made room. What the policy
+        would leave out still comes, in place of the lowest that is there, where a tier below takes it."""
+        wanted = sorted(wanted, key=lambda item: item[0].position)  # a hit needs what is before a block, too
+        parents = {node.parent.key for node, _ in wanted if node.parent}
+        self._make_room(len(wanted), parents, [block.key for _, block in wanted])
+        room = len(self._unused)
+        handed_on: list[tuple[Node, HostBlock]] = []
+        refused: list[tuple[Node, HostBlock]] = []
+        for item in wanted[room:]:
+            (handed_on if self.worth_handing_on(item[0].key, item[0].reach) else refused).append(item)
+        if handed_on:
+            self._make_room(room + len(handed_on), parents)
+        return wanted[:room] + handed_on + refused
+
     def _make_room(
         self, slots: int, needed: Container[Hashable] | None = None, newcomers: Sequence[Hashable] = ()
     ) -> None:
         """Let cached contents leave their slots until so many are unused, or nothing is cached.
 
         ``needed``: keys of contents that are not evicted, even where too few slots become unused; None for a copy.
-        ``newcomers``: keys of the contents that the slots are for, where it is not for a copy.
+        ``newcomers``: keys of the contents that the slots are for, where the policy may rather keep what is there.
         """
         count = min(slots - len(self._unused), self.cached)
         if count <= 0:
             return
         assert self.cache is not None, "nothing is cached without a policy"
-        protected = _Protected(self._by_key, needed or ())
-        if needed is None:
-            evicted = self.cache.evict(count, protected)
-        else:
+        protected = Protected(self._by_key, needed or ())
+        if newcomers:
             evicted = self.cache.make_room(count, protected, newcomers)
+        else:
+            evicted = self.cache.evict(count, protected)
         for key in evicted:
             self._evicted(self._by_key[key])
         if needed is not None or len(self._unused) >= slots:
@@ -422,14 +441,3 @@ class HostStore:
         self.release(lowest)
         self.given_up.append(lowest)
         return True
-
-
-class _Protected:
-    """Keys of contents that may not be evicted: copies need them, or they are ``needed``."""
-
-    def __init__(self, by_key: Mapping[Hashable, HostBlock], needed: Container[Hashable]) -> None:
-        self._by_key, self._needed = by_key, needed
-
-    def __contains__(self, key: object) -> bool:
-        block = self._by_key.get(key)
-        return block is None or not block.cached or key in self._needed

@@ -94,7 +94,8 @@ class LowerTiers:
     policy: str
     """Which contents host memory has, by name; see :mod:`kvpolicy.caching.spec`."""
     file_blocks: int = 0
-    """Blocks that the files hold, by the same policy; 0 for none. They take what leaves host memory."""
+    """Blocks that the files hold, by the same policy; 0 for none. They take what leaves host memory, and what would not
+    come there by its policy."""
     file_bytes_per_s: float = 3e9
     """Rate of the files' device, in each direction."""
     file_latency_s: float = 1e-4

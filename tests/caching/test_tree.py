@@ -60,6 +60,8 @@ def test_a_chain_has_the_nodes_that_somebody_holds() -> None:
         before = {node.key: node for nodes in held for node in nodes}
         nodes = tree.nodes(chain)
         assert [node.key for node in nodes] == chain
+        first = rng.randint(0, len(chain))
+        assert tree.nodes(chain, first) == nodes[first:]
         assert [node.parent for node in nodes] == [None, *nodes[:-1]]
         assert all(before.get(node.key, node) is node and node.reach >= len(chain) for node in nodes)
         held.append(nodes)

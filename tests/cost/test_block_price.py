@@ -10,7 +10,7 @@ import pytest
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
-from kvpolicy.cost.block_price import block_price, interpolated, sampled
+from kvpolicy.cost.block_price import block_price, interpolated, read_first, sampled
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.features import features_of
 from kvpolicy.hardware.sheets import device_sheet
@@ -86,3 +86,8 @@ def test_prices_that_are_handed_on_are_the_same_where_they_are_linear() -> None:
     price = interpolated(sampled(lambda index: 2.0 + 0.5 * index))
     assert [price(index) for index in (0, 2, 100, 5000, 200_000)] == [2.0, 3.0, 52.0, 2502.0, 100_002.0]
     assert interpolated(sampled(lambda index: max(0.0, 10.0 - index)))(300_000) == 0.0, "never below"
+
+
+def test_what_has_to_be_read_first_saves_that_much_less() -> None:
+    price = read_first(lambda index: 0.5 * index, 2.0)
+    assert [price(index) for index in (0, 4, 6)] == [0.0, 0.0, 1.0]

@@ -13,6 +13,7 @@ from kvpolicy.caching import KINDS, ByCost, Hinted, Lru
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy.request_marks import HintLimits, Hints
+from tests.caching.reluctant import Reluctant
 
 
 def keys(blocks: Iterable[HostBlock]) -> list[object]:
@@ -175,6 +176,19 @@ def test_where_there_is_no_room_for_all_the_leading_ones_are_stored() -> None:
     store = HostStore(2, Lru(2))
     places = serve(store, "abcd", 10)
     assert keys(store.lost(reversed(places))) == ["a", "ab"]
+
+
+def test_what_the_policy_would_leave_out_comes_all_the_same_where_a_tier_below_takes_it() -> None:
+    """It is next to go, before what the policy would rather keep; what the tier below does not take stays out."""
+    store = HostStore(4, Reluctant(4))
+    store.lost(serve(store, "abcd", 10))
+    assert store.lost(serve(store, "xyz", 20)) == [] and store.counts.refused == 3
+    store.worth_handing_on = lambda key, blocks: blocks == 3 and key != "xy"
+    assert keys(store.lost(serve(store, "xyz", 20))) == ["x", "xyz"]
+    assert store.leading(chain("abcd")) == 2 and store.stored(chain("xyz")) == 2
+    assert keys(store.lost(serve(store, "uvw", 30))) == ["u", "uv", "uvw"]
+    assert store.stored(chain("xyz")) == 0 and store.leading(chain("abcd")) == 1, "a third slot was needed"
+    assert store.lost(serve(store, "mn", 40)) == [] and store.stored(chain("uvw")) == 3
 
 
 def test_the_block_before_a_new_one_is_not_evicted_for_it() -> None:

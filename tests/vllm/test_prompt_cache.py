@@ -125,8 +125,12 @@ class PricesTokens(PricedPolicy):
 class Served:
     """A scheduler of little memory, with the cache on, and a worker whose copies take ``late`` steps."""
 
-    def __init__(self, model: str, policy: str = "always-swap", late: int = 0, **engine: Any) -> None:
-        plugin = harness.plugin(policy, cache="lru")
+    def __init__(
+        self, model: str, policy: str = "always-swap", late: int = 0, cache: str = "lru", host_gib: float | None = None,
+        **engine: Any,
+    ) -> None:  # fmt: skip
+        room = {} if host_gib is None else {"host_gib": host_gib}
+        plugin = harness.plugin(policy, cache=cache, allow_python_policies=True, **room)
         work = BASE | {"model": model, "plugin": plugin, "prefix_caching": True, "blocks": 41, "engine": engine}
         self.scheduler = alone.scheduler_for(work)
         self.controller = self.scheduler.kvpolicy

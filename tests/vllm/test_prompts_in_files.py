@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvpolicy.request_marks import Hints
+from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.messages import FileEvent, FileReport, Transfers
 from tests.priced import Priced
 from tests.vllm import alone, harness
@@ -42,8 +43,8 @@ class Rank(alone.Worker):
 
 
 class WithFiles(Served):
-    def __init__(self, model: str, load_s: float = 0.001) -> None:
-        super().__init__(model)
+    def __init__(self, model: str, load_s: float = 0.001, **cached: Any) -> None:
+        super().__init__(model, **cached)
         self.worker: Rank = Rank(load_s)
         self.controller.clock = lambda: self.worker.now_s
         self.controller.decider.adopt(Priced())
@@ -94,6 +95,23 @@ def test_only_what_is_loaded_faster_than_computed_is_stored(load_s: float, model
     served.push_out()
     assert served.found(served.request(later)) == 144, "they are in host memory, which is as fast as ever"
     assert served.in_files(served.request(later)) == (9 if load_s < 0.01 else 0)
+
+
+@pytest.mark.parametrize("load_s", [0.001, 1.0], ids=["fast", "slow"])
+def test_what_host_memory_would_leave_out_goes_to_files_where_that_pays(load_s: float, model: str) -> None:
+    """The policy would keep what came first for good: it gives up what came last for what only passes through."""
+    host_gib = 80.5 * alone.BLOCK * 4096 / GIB  # a token takes 4 KiB
+    served = WithFiles(model, load_s, cache="python:tests.caching.reluctant:Reluctant", host_gib=host_gib)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    served.push_out_of_host_memory()
+    served.serve(served.request(PROMPT))  # read, so that it is known how long files take
+    served.push_out()
+    later = [*range(300, 400)]
+    served.serve(served.request(later))
+    served.push_out()
+    pool = served.controller.copies.pool
+    assert pool.cached == pool.total == 80 and served.in_files(served.request(later)) == (6 if load_s < 0.01 else 0)
 
 
 def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_has_ended(model: str) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kvpolicy.caching import ByCost, Hinted
 from kvpolicy.cost import CostModel
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+ONLY_TABLE: bytes = make_block_hash_with_group_id(BlockHash(b""), 0)
+"""What vLLM appends to the hash of a block of the first block table."""
 
 
 def controller_for(
@@ -127,9 +130,9 @@ def upkeep_of(settings: Settings, core: Path) -> Upkeep | None:
     return Upkeep(core, Retention(max_bytes, max_age_s))
 
 
-def key_in_cache(block_hash: Any) -> BlockHashWithGroupId:
+def key_in_cache(block_hash: bytes) -> bytes:
     """The key in vLLM's prefix cache of a block with one of a request's hashes, where there is one block table."""
-    return make_block_hash_with_group_id(block_hash, 0)
+    return block_hash + ONLY_TABLE
 
 
 def claimable(settings: Settings, vllm_config: VllmConfig) -> Classes:

@@ -6,10 +6,15 @@ Imports no vLLM: everything is read from the scheduler object.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import compress
+from operator import attrgetter, ne
 from typing import Any
 
 from kvpolicy.events import Preemption
 from kvpolicy.host_store import HostStore
+
+KEY, HASH = attrgetter("key"), attrgetter("block_hash")
+"""Of what is watched, and of vLLM's blocks of the device."""
 
 
 def given_away(output: Any, unlisted: Iterable[int], pool: HostStore, blocks: Any) -> Iterator[int]:
@@ -23,9 +28,12 @@ def given_away(output: Any, unlisted: Iterable[int], pool: HostStore, blocks: An
     taken += [groups[0] for groups in output.scheduled_cached_reqs.new_block_ids if groups]
     watched = pool.watched
     for block_ids in taken:
-        for block_id in block_ids:
-            content = watched.get(block_id)
-            if content is not None and content.key is not None and content.key != blocks[block_id].block_hash:
+        # A prompt may have many blocks that others use, too: they are compared without a line run for each.
+        known = [*filter(watched.__contains__, block_ids)]
+        keys = [*map(KEY, map(watched.__getitem__, known))]
+        held = map(HASH, map(blocks.__getitem__, known))
+        for block_id, key in compress(zip(known, keys, strict=True), map(ne, keys, held)):
+            if key is not None:
                 yield block_id
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
@@ -82,6 +82,8 @@ class FileIndex:
         self.worth_storing: Callable[[int], bool] = lambda blocks: True
         """Whether blocks of a chain of so many blocks are stored: where reading and loading all of them would cost more
         than computing them, none is."""
+        self.worth_saving = self.worth_storing
+        """Whether they are, where they have to be saved to host memory before."""
 
     @property
     def under_way(self) -> bool:
@@ -144,9 +146,16 @@ class FileIndex:
     def _is_wanted(self, block: HostBlock) -> bool:
         if not isinstance(block.key, bytes) or block.node is None or block.slot is None:
             return False
-        key = self._salt + block.key
-        known = key in self._storing or self._there.get(digest_of_key(key), 0) >= self._ranks
-        return not known and self.worth_storing(block.node.reach)
+        return self._lacks(block.key) and self.worth_storing(block.node.reach)
+
+    def takes(self, key: Hashable, blocks: int) -> bool:
+        """Whether a content of a chain of so many blocks is worth saving to host memory for files."""
+        return isinstance(key, bytes) and self._lacks(key) and self.worth_saving(blocks)
+
+    def _lacks(self, key: bytes) -> bool:
+        """Whether files neither have this content nor are about to."""
+        key = self._salt + key
+        return key not in self._storing and self._there.get(digest_of_key(key), 0) < self._ranks
 
     def _store(self, run: list[HostBlock]) -> None:
         room = self._room()

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import isfunction
 from typing import Any
 
@@ -264,6 +265,7 @@ class AbsenceLearner(SurvivalLearner):
 # ---- counting ----
 
 
+@lru_cache(maxsize=1024)  # the same few are counted in every step
 def key(name: str, **labels: str) -> str:
     return "|".join([name, *(f"{label}={value.replace('|', '/')}" for label, value in labels.items())])
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.by_hints import EVENTS
 from kvpolicy.caching.fallback import Guarded
-from kvpolicy.cost.block_price import RENEWED_STEPS, block_price, sampled
+from kvpolicy.cost.block_price import RENEWED_STEPS, block_price, read_first, sampled
 from kvpolicy.events import Cause
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
@@ -26,6 +27,9 @@ from kvpolicy_vllm.plugin.observers import Observers, Tally
 from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
 
 FILE_TIER = "files"
+KEY, PLACE = attrgetter("block_hash"), attrgetter("block_id")
+"""Of vLLM's blocks of the device. A prompt has many: they are read in one call."""
+HINT_COUNTS = attrgetter(*EVENTS)
 
 
 @dataclass(slots=True)
@@ -68,7 +72,7 @@ class PromptCache:
         self._now: Callable[[], float] = lambda: 0.0
         self._stale: set[str] = set()
         """Requests that hold blocks computed before the last reset, which are not what their keys stand for."""
-        self._hinted: dict[str, int] = {}
+        self._hinted: tuple[int, ...] = (0,) * len(EVENTS)
         self._counted = {"stored": 0, "refused": 0, "evicted": 0}
         copies.pool.worth_saving = partial(self._is_worth_storing, saved=True)
         copies.pool.worth_keeping = self._is_worth_storing
@@ -89,6 +93,8 @@ class PromptCache:
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
+        self.files.worth_saving = partial(self._is_worth_storing, saved=True, from_files=True)
+        self._copies.pool.worth_handing_on = self.files.takes
         self._copies.saved = self.files.saved
         self._files_by_price = self._unpriced = by_price
 
@@ -147,13 +153,10 @@ class PromptCache:
         if self._scheduler is None or request.request_id in self._stale:
             return
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-        chain, places = [], []
-        for block in blocks[: request.num_computed_tokens // self._size]:
-            key = block.block_hash
-            if key is None:
-                break
-            chain.append(key)
-            places.append(block.block_id)
+        blocks = blocks[: request.num_computed_tokens // self._size]
+        chain, places = list(map(KEY, blocks)), list(map(PLACE, blocks))
+        if not all(chain):
+            chain = chain[: chain.index(None)]
         asked = self._asked_blocks.get(request.request_id, 0)
         chain = chain[: self._copies.pool.wanted(chain, self._marks.of(request).hints)]
         self._copies.pool.given_back(chain, places, min(asked, len(chain)))
@@ -232,10 +235,13 @@ class PromptCache:
         """Count what became of contents since the last call."""
         counts = self._copies.pool.counts
         self._count_hints()
-        for event, blocks in (("stored", counts.stored), ("refused", counts.refused), ("evicted", counts.evicted)):
+        now = {"stored": counts.stored, "refused": counts.refused, "evicted": counts.evicted}
+        if now == self._counted:  # true in nearly every step
+            return
+        for event, blocks in now.items():
             if blocks > self._counted[event]:
                 self._tally.add("cache_blocks", blocks - self._counted[event], tier=HOST_TIER, event=event)
-                self._counted[event] = blocks
+        self._counted = now
 
     # ---- files ----
 
@@ -259,8 +265,8 @@ class PromptCache:
         prices, files = self.prices, self.files
         if prices is None or files is None:
             return ()
-        self._unpriced, read_s = False, files.read_s(1)
-        return sampled(lambda index: max(0.0, prices(index) - read_s))
+        self._unpriced = False
+        return sampled(read_first(prices, files.read_s(1)))
 
     def waits_for_files(self, request: Any, local_tokens: int) -> bool:
         """Whether the request goes on in files, and is better admitted when that has come to host memory. Begins to
@@ -293,11 +299,13 @@ class PromptCache:
         cache = self._copies.pool.cache
         if not isinstance(cache, Hinted):
             return
-        for event in EVENTS:
-            blocks, before = getattr(cache.counts, event), self._hinted.get(event, 0)
+        now = HINT_COUNTS(cache.counts)
+        if now == self._hinted:  # true in nearly every step
+            return
+        for event, blocks, before in zip(EVENTS, now, self._hinted, strict=True):
             if blocks > before:
                 self._tally.add("hinted_blocks", blocks - before, event=event)
-                self._hinted[event] = blocks
+        self._hinted = now
 
     # ---- prices ----
 
@@ -336,7 +344,7 @@ class PromptCache:
         return int(self._scheduler.block_size)
 
     def _keys(self, request: Any, first: int, end: int) -> list[bytes]:
-        return [self._key_of(value) for value in request.block_hashes[first:end]]
+        return list(map(self._key_of, request.block_hashes[first:end]))
 
 
 class BlockPrices:

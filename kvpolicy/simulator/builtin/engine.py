@@ -67,7 +67,7 @@ class Engine:
         worth = partial(decided.worth_storing, scheduler=self.scheduler, copies=self.copies)
         self.copies.store_only_where(worth_saving=partial(worth, saved=True), worth_keeping=worth)
         if files is not None:
-            files.worth_writing = worth
+            files.worth_writing, files.worth_saving = worth, partial(worth, saved=True)
         self.copies.loads = partial(decided.loads, scheduler=self.scheduler, copies=self.copies)
         self.copies.loads_hit = partial(decided.loads_hit, scheduler=self.scheduler, copies=self.copies)
         self.reads.worth = partial(decided.reads, scheduler=self.scheduler, copies=self.copies)

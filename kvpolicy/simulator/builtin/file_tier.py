@@ -1,7 +1,8 @@
 """Files below the cache in host memory, in virtual time: what leaves host memory is written, what is asked for is read.
 
-Writes wait in a queue of bounded length, beyond which they are left out. A request that finds something in files waits
-for its read before it is admitted; what was read is loaded from a buffer then, and stays in the files.
+Host memory lets what they take pass through (:attr:`kvpolicy.host_store.HostStore.worth_handing_on`). Writes wait in a
+queue of bounded length, beyond which they are left out. A request that finds something in files waits for its read
+before it is admitted; what was read is loaded from a buffer then, and stays in the files.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ class FileTier:
         self._written_s = self._read_s = 0.0
         self.worth_writing: Callable[[int, float], bool] = lambda blocks, read_s: True
         """Whether blocks of a chain of so many blocks are written, all of which are read again in so many seconds."""
+        self.worth_saving = self.worth_writing
+        """Whether they are, where they have to be saved to host memory before."""
+
+    def takes(self, key: Key, blocks: int) -> bool:
+        """Whether a block of a chain of so many blocks is worth saving to host memory to be written here."""
+        return key not in self._policy and self.worth_saving(blocks, self._alone_s(blocks))
 
     def asked(self, chain: Chain) -> None:
         """A new request has this prompt."""

@@ -3,7 +3,7 @@ brings to the worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from kvpolicy.caching import CachingPolicy
 from kvpolicy.events import Direction
@@ -104,6 +104,10 @@ class HostPool:
     def store_only_where(self, worth_saving: Callable[[int], bool], worth_keeping: Callable[[int], bool]) -> None:
         """See :attr:`kvpolicy.host_store.HostStore.worth_saving`, and the other one."""
         self._store.worth_saving, self._store.worth_keeping = worth_saving, worth_keeping
+
+    def hand_on_where(self, worth_handing_on: Callable[[Hashable, int], bool]) -> None:
+        """See :attr:`kvpolicy.host_store.HostStore.worth_handing_on`."""
+        self._store.worth_handing_on = worth_handing_on
 
     def asked(self, live: LiveRequest) -> None:
         """A request has arrived. Without effect where nothing is cached, as all of these."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
+from kvpolicy.cost.block_price import read_first
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
@@ -68,11 +69,14 @@ def host_pool(
         return HostPool(server), None
     files = None
     if cache.file_blocks:
-        below = caching.load(cache.policy, cache.file_blocks, price, allow_python=True)
+        read = read_first(price, server.block_bytes / cache.file_bytes_per_s)
+        below = caching.load(cache.policy, cache.file_blocks, read, allow_python=True)
         assert below is not None
         files = FileTier(cache, server.block_bytes, Hinted(below, clock, server.block_size, cache.hints))
         above = Demoting(above, files)
     copies = HintedPool(server, Hinted(above, clock, server.block_size, cache.hints), pool, files)
+    if files is not None:
+        copies.hand_on_where(files.takes)
     pool.given_back = copies.given_back
     return copies, files
 

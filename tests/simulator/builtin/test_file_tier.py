@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from kvpolicy.caching import Hinted
+from kvpolicy.caching import ByCost, Hinted
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.caching.tree import Tree
 from kvpolicy.prefix_hits import PrefixHits
 from kvpolicy.request_marks import HintLimits, Hints
 from kvpolicy.simulator import LowerTiers
+from kvpolicy.simulator.builtin.blocks import pool_for
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
+from kvpolicy.simulator.builtin.lower_tiers import host_pool
 from tests.simulator.builtin.test_lower_tiers import BYTES, SERVER, run, talks
 
 CACHE = LowerTiers("lru", file_blocks=8, file_bytes_per_s=1e6, file_latency_s=0.001, file_queue_blocks=3)
@@ -128,6 +130,33 @@ def test_only_what_is_read_faster_than_computed_is_written(latency_s: float) -> 
     priced = "python:tests.priced:Priced"
     hits = run(talks(1, 2, 3, 4, 1, gap_s=300.0), server, spec=priced).summary.prefix_hits
     assert (hits.file_tokens > 0) == (latency_s < 1.0) == (hits.loaded_tokens > hits.host_tokens)
+
+
+@pytest.mark.parametrize("latency_s", [0.001, 30.0], ids=["fast", "slow"])
+def test_what_host_memory_would_leave_out_is_written_where_reading_it_pays(latency_s: float) -> None:
+    """The policy would keep the first prompt for good."""
+    cache = LowerTiers("python:tests.caching.reluctant:Reluctant", 40, 1e7, latency_s, 40)
+    server = replace(SERVER, host_blocks=6, cache=cache)
+    hits = run(talks(1, 2, 3, 4, 2, gap_s=300.0), server, spec="python:tests.priced:Priced").summary.prefix_hits
+    assert hits.file_tokens + hits.host_tokens == (80 if latency_s < 1.0 else 0) == hits.loaded_tokens
+    assert (hits.file_tokens > 0) == (latency_s < 1.0)
+
+
+def test_what_is_written_already_is_not_handed_on_again() -> None:
+    files = tier()
+    files.write("abc", 0)
+    assert not files.takes("a", 3) and files.takes("b", 3)
+    files.worth_saving = lambda blocks, read_s: blocks > 3 and read_s == pytest.approx(0.005)
+    assert not files.takes("b", 3) and files.takes("b", 4)
+
+
+def test_what_files_give_up_goes_by_what_a_block_saves_after_its_read() -> None:
+    """A block takes 1 ms to read."""
+    server = replace(SERVER, cache=replace(CACHE, policy="cost"))
+    pool = pool_for(server.device_blocks, server.block_size, True)
+    _, files = host_pool(server, lambda index: 0.004 * index, pool, lambda: 0.0)
+    assert files is not None and isinstance(files._policy, Hinted) and isinstance(files._policy.inner, ByCost)
+    assert [files._policy.inner._price(index) for index in (0, 1, 2)] == pytest.approx([0.0, 0.003, 0.007])
 
 
 def test_a_block_is_judged_by_the_longest_chain_that_it_is_in() -> None:
