@@ -56,6 +56,13 @@ def step_time_models(trace: Trace) -> dict[str, StepTimeModel]:
     return _models(trace, _cores(trace))
 
 
+def price_models(trace: Trace) -> dict[str, StepTimeModel]:
+    """As :func:`step_time_models`, fitted to all steps without copies: what a token costs does not depend on whether it
+    is computed for the first time, and where memory is short, most steps with prompts recompute something."""
+    cores = {name: replace(core, undisturbed=core.without_copies) for name, core in _cores(trace).items()}
+    return _models(trace, cores)
+
+
 def common_step_time(traces: Sequence[Trace]) -> StepTimeModel | None:
     """One step-time model for a server like those of ``traces``: fitted to all their cores, which must be alike.
 
@@ -130,6 +137,8 @@ class _Core:
     involved: _Involved
     undisturbed: Ints
     """Rows of the undisturbed steps."""
+    without_copies: Ints
+    """Rows of these, and of the steps that lose blocks or recompute tokens beside no copy."""
     complete: pa.Array
     """Preemptions whose steps are all recorded, and their save if they were swapped."""
     loaded: pa.Array
@@ -159,7 +168,8 @@ def _core(trace: Trace, name: str) -> _Core:
     first = _rows_of_steps(steps, outcomes["first_step"])
     outcomes, first = outcomes.filter(pa.array(first >= 0)), first[first >= 0]
     ids = outcomes["preemption_id"].combine_chunks()
-    involved = _concatenated(_block_losses(first, ids), _recomputing_steps(steps), _copying_steps(steps, transfers))
+    copying = _copying_steps(steps, transfers)
+    involved = _concatenated(_block_losses(first, ids), _recomputing_steps(steps), copying)
     complete = unbroken(
         _timeline(steps, requests), _span(steps, outcomes, first, involved, _with_request_record(decisions, requests))
     )
@@ -177,10 +187,11 @@ def _core(trace: Trace, name: str) -> _Core:
     undisturbed = _untouched_rows(
         steps, np.concatenate([involved.row, beside_tool]), ("recomputed_tokens", "preemptions", "saves", "loads")
     )
-    complete_ids = ids.filter(pa.array(complete))
+    without_copies = _untouched_rows(steps, np.concatenate([copying.row, beside_tool]), ("saves", "loads"))
     return _Core(
-        name, steps, _parts(steps), duration_s, involved, undisturbed, complete_ids, loaded, tool_effects, tool_rows
-    )
+        name, steps, _parts(steps), duration_s, involved, undisturbed, without_copies, ids.filter(pa.array(complete)),
+        loaded, tool_effects, tool_rows,
+    )  # fmt: skip
 
 
 def _tool_effects(steps: pa.Table, copies: pa.Table) -> Floats | None:

@@ -119,16 +119,24 @@ def step_seconds(
     return fixed_s + a * tokens + b * decodes + c * reads + d * pairs + e * before + f * second_before
 
 
-def recompute_prices(model: StepTimeModel, parts: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
-    """Seconds that recomputed tokens add to steps, and seconds of what is left with its decodes alone.
+def recompute_prices(
+    model: StepTimeModel, parts: Sequence[Any], rest: Sequence[Any], duration_s: Any, expected_s: Any
+) -> tuple[Any, Any]:
+    """Seconds that recomputed tokens added to steps that ran, and seconds of what is left with its decodes alone.
+
+    The clock says how long a step took, and the model how that divides: all of its prices of a step are scaled by
+    measured over expected. A model that is off for these steps, as one that was fitted where few steps hold prompts,
+    then cannot charge more to recomputed tokens than their steps took, with the aftermath of these.
 
     ``parts``, ``rest``: what the steps compute, and what of it is not recomputed, in the order of :data:`PARTS`:
-    numbers, or columns. A step of nothing but recomputed tokens would not have been executed and counts in full.
+    numbers, or columns, as the others are. ``expected_s``: by the model, with the aftermath of earlier steps. A step of
+    nothing but recomputed tokens would not have been executed and counts in full.
     """
     _, decodes, reads, _ = rest
+    pace = np.divide(duration_s, expected_s, out=np.zeros(np.shape(duration_s)), where=np.greater(expected_s, 0))
     rest_s = np.where(np.greater(rest[0], 0), model.own_s(*rest), 0.0)
     decodes_s = np.where(np.greater(decodes, 0), model.own_s(decodes, decodes, reads, 0), 0.0)
-    return np.maximum(0.0, model.own_s(*parts) - rest_s), decodes_s
+    return pace * np.maximum(0.0, model.own_s(*parts) - rest_s), np.minimum(pace * decodes_s, duration_s)
 
 
 def aftermath(tokens: float, decodes: float) -> float:

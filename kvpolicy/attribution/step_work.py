@@ -1,8 +1,9 @@
 """What the steps of a trace computed, priced by their step-time model: the input of :mod:`kvpolicy.headroom`.
 
-A step costs what the model says of its parts, with the aftermath that it leaves in the next steps charged to itself
-(:meth:`~kvpolicy.attribution.step_time.StepTimeModel.own_s`). Recomputed tokens add the difference to the same step
-without them; a step of nothing else would not have been executed.
+A step costs what was measured, and its parts share that as the model says, with the aftermath that it leaves in the
+next steps charged to itself (:func:`~kvpolicy.attribution.step_time.recompute_prices`). Recomputed tokens add the
+difference to the same step without them; a step of nothing else would not have been executed. A server counts the same
+in its ``/metrics``, by the step times of its cost model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
 
     Raises TraceError, naming the row, for a step with more repeated tokens than scheduled ones.
     """
-    parts = np.column_stack([_reals(steps, name) for name in PARTS])
+    steps = steps.sort_by("start_s")
+    parts, duration_s = _parts(steps), _reals(steps, "duration_s")
     row, ids, repeated = repeated_parts(steps)
     rest = parts.copy()
     np.subtract.at(rest, row, repeated)
@@ -46,16 +48,20 @@ def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
             "scheduled_tokens"
         )
     weight = np.asarray(weights_of(steps), dtype=np.float64)
-    busy_s = float((_reals(steps, "duration_s") * weight)[parts[:, 0] > 0].sum())
+    busy_s = float((duration_s * weight)[parts[:, 0] > 0].sum())
     tokens = repeated[:, 0]
     decoded, recomputed = round(float(rest[:, 1] @ weight)), int(tokens.sum())  # steps that recompute have weight 1
     if model is None:
         return StepWork(Work(decoded, recomputed, None, None if recomputed else 0.0, busy_s), {})
-    added_s, decodes_s = recompute_prices(model, tuple(parts.T), tuple(rest.T))
+    added_s, decodes_s = recompute_prices(model, tuple(parts.T), tuple(rest.T), duration_s, model.predict(parts))
     share_s = added_s[row] * share_of_step(row, tokens, len(parts))
     work = Work(decoded, recomputed, float(decodes_s @ weight), float(share_s.sum()), busy_s)
     names, index = np.unique(np.asarray(ids.to_pylist(), dtype=np.str_), return_inverse=True)
     return StepWork(work, dict(zip(names.tolist(), np.bincount(index, share_s, len(names)).tolist(), strict=True)))
+
+
+def _parts(steps: pa.Table) -> Floats:
+    return np.column_stack([_reals(steps, name) for name in PARTS])
 
 
 def _reals(table: pa.Table, column: str) -> Floats:
@@ -115,13 +121,16 @@ class TokenPrices:
 
 def token_prices(steps: pa.Table, model: StepTimeModel | None) -> TokenPrices:
     """Of ``steps``, rows of one core."""
-    tokens, decodes, reads, pairs = (_reals(steps, name) for name in PARTS)
+    steps = steps.sort_by("start_s")
+    parts = _parts(steps)
+    tokens, decodes, reads, _ = parts.T
     weight = np.asarray(weights_of(steps), dtype=np.float64)
     counts = round(float((tokens - decodes) @ weight)), round(float(decodes @ weight))
     decode_steps = float(weight[decodes > 0].sum())
     if model is None:
         return TokenPrices(counts[0], None, counts[1], None, decode_steps)
-    added_s, decodes_s = recompute_prices(model, (tokens, decodes, reads, pairs), (decodes, decodes, reads, 0.0))
+    rest, duration_s = (decodes, decodes, reads, 0.0), _reals(steps, "duration_s")
+    added_s, decodes_s = recompute_prices(model, tuple(parts.T), rest, duration_s, model.predict(parts))
     added_s = np.where(tokens > decodes, added_s, 0.0)
     return TokenPrices(counts[0], float(added_s @ weight), counts[1], float(decodes_s @ weight), decode_steps)
 

@@ -5,10 +5,11 @@ A cost model that is no better than this rule has learned nothing that a single 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import copysign, floor, sqrt
 from statistics import variance
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from kvpolicy.datasets.profiles import State
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.stats import student_interval
+from kvpolicy.stored_values import number_at, object_at, text_at, whole_at
 
 PREEMPTION = "preemption"
 BEST_THRESHOLD = "best threshold"
@@ -105,6 +107,22 @@ class Difference:
         if self.high_s < 0.0:
             return "better than the threshold"
         return "worse than the threshold" if self.low_s > 0.0 else "no better than the threshold, within noise"
+
+    def stored(self, rule: LengthRule) -> dict[str, Any]:
+        """For the card of the cost model that was compared: its ``held_out.against_threshold``."""
+        return {"rule": rule.policy, **asdict(self)}
+
+    @classmethod
+    def from_card(cls, held_out: Mapping[str, Any]) -> tuple[str, Difference] | None:
+        """The rule's policy, and the comparison; None for a card of a version that did not store it. Raises InputError,
+        naming the field, for a value that is none."""
+        if "against_threshold" not in held_out:
+            return None
+        values = object_at(held_out, "against_threshold")
+        mean_s, low_s, high_s = (number_at(values, name) for name in ("mean_s", "low_s", "high_s"))
+        states, unit = whole_at(values, "states"), text_at(values, "unit")
+        found = cls(text_at(values, "policy"), mean_s, low_s, high_s, states, unit)
+        return text_at(values, "rule"), found
 
     def text(self) -> str:
         mean, low, high = (f"{value * 1e3:.3f}" for value in (self.mean_s, self.low_s, self.high_s))

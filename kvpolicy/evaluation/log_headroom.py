@@ -7,7 +7,7 @@ predicted nothing, what a cost model predicts for the recorded situation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kvpolicy.attribution.offline import step_time_models
+from kvpolicy.attribution.offline import price_models, step_time_models
 from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.attribution.step_work import StepWork, TokenPrices, step_work, token_prices
 from kvpolicy.cost import CostModel
@@ -43,13 +43,13 @@ def log_headroom(traces: Sequence[Trace], cost_model: CostModel | None = None) -
     undisturbed steps for one of their own. Raises TraceError where a trace contradicts itself.
     """
     fallback = None if cost_model is None else cost_model.step_time
-    return _headroom([(trace, *step_times_of(trace, fallback)) for trace in traces], cost_model)
+    return _headroom([(trace, *step_times_of(trace, fallback, price_models)) for trace in traces], cost_model)
 
 
 def log_token_prices(trace: Trace) -> tuple[TokenPrices, str]:
     """What tokens of prompts, and decoded ones, cost in a trace's steps, by step times fitted to them; and why that is
     not known."""
-    models, why = step_times_of(trace)
+    models, why = step_times_of(trace, fitted=price_models)
     prices, steps = TokenPrices(), trace.table("steps")
     for core in trace.headers:
         prices += token_prices(steps.filter(pc.equal(steps["core"], core)), models.get(core))
@@ -69,7 +69,7 @@ def served_headrooms(trace: Trace, cost_model: CostModel | None = None) -> dict[
             windows.setdefault(figure_level, []).append(row)
     if not windows:
         return {}
-    models, why = step_times_of(trace, None if cost_model is None else cost_model.step_time)
+    models, why = step_times_of(trace, None if cost_model is None else cost_model.step_time, price_models)
     return {
         state_id(*figure_level): _headroom([(_within(trace, windows[figure_level]), models, why)], cost_model)
         for figure_level in sorted(windows)
@@ -117,12 +117,16 @@ def _headroom(
     return headroom(total(works), saved_s, reasons[0] if reasons else "")
 
 
-def step_times_of(trace: Trace, fallback: StepTimeModel | None = None) -> tuple[dict[str, StepTimeModel], str]:
+def step_times_of(
+    trace: Trace,
+    fallback: StepTimeModel | None = None,
+    fitted: Callable[[Trace], dict[str, StepTimeModel]] = step_time_models,
+) -> tuple[dict[str, StepTimeModel], str]:
     """Step-time model of each core, ``fallback`` where its steps allow none; and why a core has neither."""
     if not trace.table("steps").num_rows:
         return {}, NO_STEPS
     try:
-        models, why = step_time_models(trace), NO_STEPS
+        models, why = fitted(trace), NO_STEPS
     except TraceError as error:
         models, why = {}, str(error)
     if fallback is not None:

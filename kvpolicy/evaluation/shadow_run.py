@@ -13,6 +13,7 @@ does not include is what a swap changes in later states.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,9 @@ from kvpolicy.attribution.offline import attribute
 from kvpolicy.cost import CostModel, load_cost_model
 from kvpolicy.datasets.validation import refuse_doubled
 from kvpolicy.errors import InputError
+from kvpolicy.evaluation.intended_swaps import HOUR_S, IntendedSwaps, Row
 from kvpolicy.evaluation.log_headroom import log_headroom, step_times_of
+from kvpolicy.evaluation.pricing_model import pricing_warnings
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, situation_of
 from kvpolicy.fields import refuse_no_paths, refuse_other
 from kvpolicy.headroom import Headroom, share_text
@@ -37,7 +40,6 @@ PARTS = 10
 """Equal parts of each core's time, over which hours differ."""
 MIN_HOURS = 1.0
 """Below this it is said that the run was short."""
-HOUR_S = 3600.0
 EXTRAPOLATED = "its cost model was not trained on such a situation"
 NOT_PREDICTED = "its policy predicts no costs: give --cost-model"
 UNBOUNDED = "the prediction has no finite interval"
@@ -52,7 +54,6 @@ ASSUMPTIONS = (
 DECISIONS = (
     *SITUATION_FIELDS, "core", "preemption_id", "step", "options", "chosen", "costs", "executed", "reason", "policy",
 )  # fmt: skip
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ class ShadowSavings:
     busy_hours: float | None
     """Of them, in steps."""
     intended: Mapping[str, int]
+    swaps: IntendedSwaps
+    """What is known of the intended swaps without prices."""
     no_choice: Mapping[str, int]
     """Preemptions by why there was no choice, as at a reset of the cache."""
     told: int
@@ -142,6 +145,10 @@ class ShadowSavings:
     """What there was to win at most."""
     not_measured: str = ""
     """Why the recomputes of a core could not be measured; empty where they could."""
+    warnings: tuple[str, ...] = ()
+    """How far the prices are to be trusted; see :mod:`kvpolicy.evaluation.pricing_model`."""
+    traces: tuple[str, ...] = ()
+    """As they were named."""
 
     @property
     def share_of_busy(self) -> float | None:
@@ -162,6 +169,7 @@ class ShadowSavings:
         busy = "" if self.busy_hours is None else f", {self.busy_hours:.3g} h of it in steps"
         yield f"{', '.join(self.policies)} in shadow mode: {self.cores} engine cores, {hours}{busy}"
         yield f"would have chosen: {_counts(self.intended)}; without a choice: {_counts(self.no_choice) or 'none'}"
+        yield from self.swaps.lines(self.hours, self.busy_hours)
         yield from self._saved()
         for reason, count in self.untold.items():
             yield f"cannot tell: {count} of the {self.intended['swap']} swaps: {reason}"
@@ -171,6 +179,11 @@ class ShadowSavings:
                 f"host memory: these swaps would have needed {self.peak_blocks} blocks at the same time, of "
                 f"{self.host_blocks} assumed"
             )
+        for warning in self.warnings:
+            yield f"warning: {warning}"
+        if NOT_PREDICTED in self.untold:
+            named = shlex.join(self.traces)
+            yield f"for prices: kvpolicy shadow {named} --cost-model NAME, of `kvpolicy train` for this server"
         for assumption in ASSUMPTIONS:
             yield f"assumes: {assumption}"
 
@@ -234,6 +247,7 @@ def savings_of(by_name: Mapping[str, Trace], cost_model: CostModel | None = None
     by_name, not_measured = _attributed(by_name, cost_model)
     intended, no_choice, untold = Counter[str](dict.fromkeys(KINDS, 0)), Counter[str](), Counter[str]()
     told: list[Told] = []
+    swaps: list[tuple[Row, Row | None]] = []
     spans: dict[str, tuple[float, float, float]] = {}
     policies: dict[str, None] = {}
     headers = {core: header for trace in by_name.values() for core, header in trace.headers.items()}
@@ -249,7 +263,8 @@ def savings_of(by_name: Mapping[str, Trace], cost_model: CostModel | None = None
             kind = row["options"][row["chosen"]]["kind"]
             intended[kind] += 1
             if kind == "swap":
-                found = _told(row, outcomes.get(row["preemption_id"]), starts_s, cost_model)
+                swaps.append((row, outcomes.get(row["preemption_id"])))
+                found = _told(*swaps[-1], starts_s, cost_model)
                 if isinstance(found, Told):
                     told.append(found)
                 else:
@@ -267,6 +282,7 @@ def savings_of(by_name: Mapping[str, Trace], cost_model: CostModel | None = None
         hours=hours,
         busy_hours=sum(busy for _, _, busy in spans.values()) / HOUR_S if spans else None,
         intended=dict(intended),
+        swaps=IntendedSwaps.of(swaps),
         no_choice=dict(no_choice),
         told=len(told),
         measured=sum(one.measured for one in told),
@@ -280,6 +296,10 @@ def savings_of(by_name: Mapping[str, Trace], cost_model: CostModel | None = None
         host_blocks=host_blocks,
         headroom=log_headroom(list(by_name.values()), cost_model),
         not_measured=not_measured,
+        warnings=pricing_warnings(
+            policies, headers.values(), None if all(_is_priced(row) for row, _ in swaps) else cost_model
+        ),
+        traces=tuple(by_name),
     )
 
 
@@ -318,12 +338,17 @@ def _spans(trace: Trace, spans: dict[str, tuple[float, float, float]]) -> dict[t
     return starts_s
 
 
+def _is_priced(row: Row) -> bool:
+    """Whether the policy predicted what the options cost."""
+    return len(row["costs"]) == len(row["options"])
+
+
 def _told(
     row: Row, outcome: Row | None, starts_s: Mapping[tuple[str, int], float], cost_model: CostModel | None
 ) -> Told | str:
     """The saving of a swap that was intended; or why it is not known."""
     costs = row["costs"]
-    if len(costs) != len(row["options"]):
+    if not _is_priced(row):
         if cost_model is None:
             return NOT_PREDICTED
         options = [Option(**option) for option in row["options"]]

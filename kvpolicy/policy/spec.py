@@ -196,6 +196,16 @@ def anchored(spec: str) -> str:
     return f"{kind}{colon}{prefix}{Path(path).absolute()}{value[len(model) :]}"
 
 
+def model_in(spec: str) -> str:
+    """Name or folder of the trained cost model in a policy's name or label; empty where it holds none, an untrained one
+    or a module's. Raises WrongValue for options that no policy has."""
+    kind, _, value = spec.partition(":")
+    if kind not in WITH_COST_MODEL or not value or extensions.names_module(spec):
+        return ""
+    model, _ = _options(spec, value)
+    return "" if model.partition(":")[0] == cost.ANALYTIC else model
+
+
 def needs_engine(spec: str) -> bool:
     """Whether the policy can be loaded inside a server only, because its cost model is that of the running engine.
 

@@ -260,8 +260,9 @@ def train_logged(
         "of the two options, and is wider than one from a profile",
         "delays of victims and others are not learned from logs: objective engine only",
     )
-    scores = held_out_scores(fitted.model, held_out)
-    provenance = replace(fitted.model.provenance, held_out=scores, notes=notes)
+    scores, against = held_out_scores(fitted.model, held_out), against_threshold(fitted.model, fitted.rule, held_out)
+    compared = {} if against is None else {"against_threshold": against.stored(fitted.rule)}
+    provenance = replace(fitted.model.provenance, held_out=scores | compared, notes=notes)
     model = store.round_trip(replace(fitted.model, provenance=provenance), fitted.forests, out)
     return LogTrainReport(
         model=model,
@@ -276,7 +277,7 @@ def train_logged(
         min_chance={kind: min(record.chance for record in training.of_kind(kind)) for kind in KINDS},
         averages=fitted.averages,
         best_threshold=fitted.rule.policy,
-        against_threshold=against_threshold(model, fitted.rule, held_out),
+        against_threshold=against,
         left_out=records.left_out,
         notes=notes,
         replaced=replaced,

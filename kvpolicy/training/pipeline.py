@@ -107,10 +107,13 @@ def train(
         *_law_notes(dataset, training, fitted.model),
     )
     fitted = replace(fitted, notes=(*fitted.notes, *data_notes))
+    rule = best_threshold(training)
+    against = _against(rule, fitted.model, held_out)
     scores = held_out_scores(fitted.model, held_out) | {"beyond": dict(fitted.inner_coverage)}
+    scores["against_threshold"] = against.stored(rule)
     provenance = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
     model = store.round_trip(replace(fitted.model, provenance=provenance), fitted.forests, out)
-    report = _report(model, fitted, dataset, (training, held_out), variation)
+    report = _report(model, fitted, dataset, (training, held_out), variation, (rule, against))
     return replace(report, out="" if out is None else str(out), replaced=replaced)
 
 
@@ -206,11 +209,15 @@ def provenance_of(family: str, dataset: Dataset, training: Sequence[State], vari
 
 
 def _report(
-    model: FittedModel, fitted: Fit, dataset: Dataset, parts: tuple[list[State], list[State]], variation: float | None
+    model: FittedModel,
+    fitted: Fit,
+    dataset: Dataset,
+    parts: tuple[list[State], list[State]],
+    variation: float | None,
+    compared: tuple[LengthRule, Difference],
 ) -> TrainReport:
-    training, held_out = parts
+    (training, held_out), (rule, against) = parts, compared
     outside, extrapolated = natural_outside(model, dataset.natural)
-    rule = best_threshold(training)
     below = {kind: sum(state.typical_s[kind] < model.floor_s[kind] for state in training) for kind in KINDS}
     return TrainReport(
         model=model,
@@ -234,7 +241,7 @@ def _report(
         replaced=False,
         prices=dataset.prices,
         best_threshold=rule.policy,
-        against_threshold=_against(rule, model, held_out),
+        against_threshold=against,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,28 @@ def test_tokens_that_make_a_step_no_dearer_cost_nothing() -> None:
     """By a law in which only decodes cost, a step with the victim's new token as a decode would have been dearer."""
     odd = StepTimeModel(FIXED_S, (0.0, DECODE_S, 0.0, 0.0, 0.0, 0.0), "core a", 100, MODEL.error)
     found = step_work(table(step(0, 0.0, (9, 0, 0, 45), repeated=[again("a-1", 8, -9, 45, -1)])), odd)
-    assert found.work.recompute_s == 0.0 and found.work.decode_s == pytest.approx(FIXED_S + DECODE_S)
+    assert found.work.recompute_s == 0.0 and found.work.decode_s == pytest.approx(law(9, 0, 0, 45)), "and no more"
+
+
+def test_no_more_is_charged_than_was_measured() -> None:
+    """By a model whose prompt tokens are three times too dear, as where few steps hold prompts, and in a step that took
+    twice its time: what is split is the time that steps took."""
+    pairs = 100 * 101 // 2
+    alone, beside = (
+        step(0, 0.0, (4, 4, 400, 0)),
+        step(1, 0.0, (104, 4, 404, pairs), repeated=[again("a-1", 100, 0, pairs)]),
+    )
+    found = step_work(
+        table(alone, beside), replace(MODEL, per_part_s=(3 * TOKEN_S, DECODE_S, READ_S, 3 * PAIR_S, 0, 0))
+    )
+    work = found.work
+    assert work.recompute_s is not None and work.decode_s is not None and work.busy_s is not None
+    assert 100 * TOKEN_S + pairs * PAIR_S < work.recompute_s < law(104, 4, 404, pairs)
+    assert work.recompute_s + work.decode_s == pytest.approx(work.busy_s)
+    slow = beside | {"duration_s": 2 * law(104, 4, 404, pairs)}
+    assert step_work(table(alone, slow), MODEL).recompute_s == {
+        "a-1": pytest.approx(2 * (100 * TOKEN_S + pairs * PAIR_S))
+    }
 
 
 def test_without_a_model_seconds_are_unknown() -> None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -66,6 +67,28 @@ def test_the_bound_is_what_the_simulator_knows() -> None:
     assert found.forecast == pytest.approx(known.forecast, rel=0.02), "copies beside the steps cost it nothing"
 
 
+def test_a_few_slow_prompts_do_not_make_recomputed_tokens_dearer_than_their_steps() -> None:
+    """Of the steps with prompts that recompute nothing 15 were recorded, and took three times as long: the first
+    requests, another load beside."""
+    known, trace = simulated()
+    rows = [{name: row[name] for name in row if name != "core"} for row in trace.rows("steps")]
+    prompts = [row for row in rows if row["scheduled_tokens"] > row["decode_requests"] and not row["repeated"]]
+    for row in prompts[:15]:
+        row["duration_s"] *= 3
+    (core,) = trace.headers
+    steps = [row for row in rows if not any(row is prompt for prompt in prompts[15:])]
+    table = traces.with_core(traces.from_rows("steps", steps), core)
+    slow = Trace(trace.headers, dict(trace.tables) | {"steps": table})
+    (alone,), (exact,) = step_time_models(slow).values(), step_time_models(trace).values()
+    prompt = np.array([[100.0, 0.0, 0.0, 5050.0]])
+    assert alone.price(prompt) > 5 * exact.price(prompt), "what the undisturbed steps say"
+    found = log_headroom([slow], Rates(0.0))
+    assert found.recompute_token_s is not None and found.forecast is not None and found.bound is not None
+    assert found.recompute_token_s == pytest.approx(known.recompute_token_s, rel=0.1)
+    busy_s, again_s = (sum(row["duration_s"] for row in some) for some in (steps, [r for r in steps if r["repeated"]]))
+    assert found.forecast <= found.bound and found.forecast < again_s / (busy_s - again_s)
+
+
 def test_prices_of_tokens_are_those_of_the_law_that_the_simulator_has() -> None:
     _, trace = simulated()
     found, unknown = log_token_prices(trace)
@@ -118,7 +141,8 @@ def test_what_the_trace_lacks_is_said() -> None:
     found = log_headroom([make_log(seed=1, decisions=30)])
     assert (found.tax, found.bound, found.unknown) == (None, None, NO_STEPS)
     steps = trace.table("steps")
-    few = Trace(trace.headers, dict(trace.tables) | {"steps": steps.filter(pc.greater(steps["recomputed_tokens"], 0))})
+    recomputing = steps.filter(pc.greater(steps["recomputed_tokens"], 0)).slice(0, 10)
+    few = Trace(trace.headers, dict(trace.tables) | {"steps": recomputing})
     found = log_headroom([few], Rates())
     assert found.bound is None and "undisturbed steps" in found.unknown and found.tax is not None
     found = log_headroom([few], Rates(step_time=step_time_models(trace)[next(iter(trace.headers))]))

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpolicy.datasets.threshold import LengthRule
+from kvpolicy import cost
+from kvpolicy.datasets.threshold import Difference, LengthRule
 from kvpolicy.evaluation.decision_log import log_from_traces
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.log_threshold import ChosenRules, choose_rules, extra_s
@@ -89,6 +90,8 @@ def test_training_and_evaluation_compare_the_model_with_it(law: CostLaw, tmp_pat
     (against,) = report.threshold.against
     assert against.policy == name, "the others decide by length alone"
     assert against.states == report.n == trained.against_threshold.states == trained.held_out_records
+    card = cost.load(tmp_path / "model").provenance.held_out
+    assert Difference.from_card(card) == (trained.best_threshold, trained.against_threshold), "the model keeps it"
     verdict = "no better than the threshold" if law is BY_LENGTH else "better than the threshold"
     for text, compared in ((report.text(), against), (trained.text(), trained.against_threshold)):
         assert compared.verdict.startswith(verdict) and compared.low_s <= compared.mean_s <= compared.high_s

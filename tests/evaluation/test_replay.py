@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvpolicy import cost
 from kvpolicy.cost import ModelError
 from kvpolicy.datasets.profiles import Sample, State, dataset_of, read_dataset
-from kvpolicy.datasets.threshold import best_threshold
+from kvpolicy.datasets.threshold import Difference, best_threshold
 from kvpolicy.evaluation import evaluate
 from kvpolicy.evaluation.replay import _thresholds, is_tie, price
 from kvpolicy.events import KINDS, Kind
@@ -225,6 +226,8 @@ def test_the_threshold_is_that_of_the_models_training_states(model_folder: Path,
     report = evaluate([model_folder / "trace"], ["always-swap", f"cheapest:{tmp_path / 'model'}"])
     seen = [one for one in read_dataset([model_folder / "trace"]).states if one.ids & trained.model.state_ids]
     assert report.threshold.rules == (trained.best_threshold,) == (best_threshold(seen).policy,)
+    card = cost.load(tmp_path / "model").provenance.held_out
+    assert Difference.from_card(card) == (trained.best_threshold, trained.against_threshold), "the model keeps it"
     assert report.threshold.chosen_on == "120 states that a model was trained on"
     (against,) = report.threshold.against
     assert against.states == trained.against_threshold.states == 40

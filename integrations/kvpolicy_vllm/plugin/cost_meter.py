@@ -10,8 +10,8 @@ from typing import Any
 
 from kvpolicy.attribution import LiveCosts, StepTimeModel
 from kvpolicy.attribution.ledger import OpenPreemption, Step
-from kvpolicy.attribution.step_time import recompute_prices
-from kvpolicy.attribution.streaming import Parts
+from kvpolicy.attribution.step_time import aftermath, recompute_prices, step_seconds
+from kvpolicy.attribution.streaming import NOTHING, Parts
 from kvpolicy.events import Outcome
 from kvpolicy_vllm.plugin.host_copies import Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
@@ -29,6 +29,9 @@ class CostMeter(Observer):
         self._live = LiveCosts(step_time)
         self._tell = tell
         self._tally = tally
+        self._before: Parts = NOTHING
+        """Parts of the previous step, and of the one before that."""
+        self._second_before: Parts = NOTHING
 
     def copies_begin(self, jobs: StepJobs, preemptions: Mapping[int, str]) -> None:
         for copy_id, preemption_id in preemptions.items():
@@ -43,21 +46,26 @@ class CostMeter(Observer):
 
     def done(self, step: Step[OpenPreemption], output: Any, scheduler: Any, began_s: float, now: float) -> None:
         fill_parts(step, output)
+        parts: Parts = step.parts
         repeated: list[tuple[str, Parts]] = []
         if step.repeated:
             repeated = [(part.preemption_id, part.parts) for part in step.repeated]
-            self._price(step.parts, [parts for _, parts in repeated])
-        for cost in self._live.step(step.parts, step.scheduled_requests, began_s, now, step.lost, repeated):
+            self._price(parts, [lost for _, lost in repeated], now - began_s)
+        self._second_before, self._before = self._before, parts
+        for cost in self._live.step(parts, step.scheduled_requests, began_s, now, step.lost, repeated):
             # An aborted preemption has only part of a cost; after a failed copy the cost mixes both options.
             if cost.ended == "resumed" and cost.executed is not None:
                 self.failures = 0
                 self._tell("measured", cost)
 
-    def _price(self, parts: Parts, repeated: list[Parts]) -> None:
-        """Count what the recomputed tokens of a step add to it, and what its decodes take alone: of these and the
-        tokens, :mod:`kvpolicy.headroom` says what there is to win."""
-        rest = [total - sum(again) for total, *again in zip(parts, *repeated, strict=True)]
-        added_s, decodes_s = recompute_prices(self._live.model, parts, rest)
+    def _price(self, parts: Parts, repeated: list[Parts], duration_s: float) -> None:
+        """Count what the recomputed tokens of a step added to it, and what its decodes took alone: of these and the
+        tokens, :mod:`kvpolicy.headroom` says what there is to win. :func:`kvpolicy.attribution.step_work.step_work`
+        finds the same in a trace."""
+        model, rest = self._live.model, [total - sum(again) for total, *again in zip(parts, *repeated, strict=True)]
+        before, second_before = (aftermath(one[0], one[1]) for one in (self._before, self._second_before))
+        expected_s = step_seconds(model.fixed_s, model.per_part_s, parts, before, second_before)
+        added_s, decodes_s = recompute_prices(model, parts, rest, duration_s, expected_s)
         self._tally.add("recompute_microseconds", 1e6 * float(added_s))
         self._tally.add("beside_recompute_microseconds", 1e6 * float(decodes_s))
         self._tally.add("beside_recompute_tokens", max(0, rest[1]))
