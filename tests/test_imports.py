@@ -19,7 +19,7 @@ LAYERS = (
     ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "client", "trace"),
     ("attribution", "host_store", "tiers", "prefix_store", "server_metrics"),
-    ("cost", "datasets"),
+    ("cost", "datasets", "server_gain"),
     ("policy", "training"),
     ("evaluation", "settings", "simulator", "explanation"),
     ("integrations",),
