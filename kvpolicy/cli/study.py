@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.cli.flags import SERVER_FLAGS, command
+from kvpolicy.cli.flags import SERVER_FLAGS, Between, command
 from kvpolicy.errors import InputError
 from kvpolicy.fields import option
 from kvpolicy.order import HELP as ORDERS
@@ -121,10 +121,11 @@ def report(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help=SEED)] = 0,
+    between: Between = None,
 ) -> Any:
     """Test the overflow study's findings on traces, draw its figures, and write one HTML page; or write the page of a
     bench or a demo."""
-    return kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed)
+    return kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed, between=between)
 
 
 def compact(
