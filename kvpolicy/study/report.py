@@ -13,7 +13,7 @@ from kvpolicy.headroom import Headroom, mean
 from kvpolicy.policy import spec_lines
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
-from kvpolicy.study.class_report import class_rows, class_warnings, has_classes
+from kvpolicy.study.class_report import class_rows, class_warnings, has_classes, has_lengths, length_rows
 from kvpolicy.study.hit_report import has_hits, hit_rows
 from kvpolicy.study.server_flags import DEFAULT, cache_words, names_of, order_of, ordered_by
 
@@ -76,6 +76,7 @@ class SweepReport:
                 place,
                 *_table(groups),
                 *class_table(groups),
+                *length_table(groups),
                 *hit_table(groups),
                 *cause_table(groups),
                 *to_win(groups),
@@ -147,6 +148,12 @@ def class_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     """Lines of a table by class; none where it would say no more than that of all requests."""
     shown = any(has_classes(results) for results in groups.values())
     return ["by class", *aligned(class_rows(groups))] if shown else []
+
+
+def length_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Lines of a table by prompt length; none where all prompts are equally long."""
+    shown = any(has_lengths(results) for results in groups.values())
+    return ["by prompt length", *aligned(length_rows(groups))] if shown else []
 
 
 def hit_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:

@@ -303,6 +303,7 @@ class Engine:
             served.longest_gap_s,
             request.ttft_s,
             request.tpot_s,
+            request.prompt_tokens,
         )
         self.arrivals.finished(served.number, request, self.clock.now_s)
 
