@@ -45,6 +45,8 @@ from kvpolicy.json_values import finite
 NO_DECODES = "no token was decoded"
 NO_STEP_TIMES = "no step-time model says how long steps take"
 NO_PRICES = "no cost model says what the other option would have cost"
+MIN_GAIN = 0.01
+"""Share of throughput from which on a change is worth it, unless the user says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ same.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import log, nan
 from typing import Any
@@ -37,6 +37,48 @@ class Tail:
 
 
 UNKNOWN = Tail(nan, nan, nan)
+
+LENGTH_BINS = 4
+"""Bins of requests by prompt length, each with as many requests as equal lengths allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBin:
+    """The service that requests of such prompts got."""
+
+    min_tokens: int
+    max_tokens: int
+    """Prompt tokens, both ends included."""
+    requests: int
+    ttft_s: Tail
+    e2e_s: Tail
+
+
+def length_edges(prompt_tokens: Sequence[int]) -> list[int]:
+    """The shortest length, and the longest of each bin, which are quantiles of the lengths; empty without requests."""
+    if not len(prompt_tokens):
+        return []
+    levels = np.arange(1, LENGTH_BINS + 1) / LENGTH_BINS
+    longest = np.unique(np.quantile(prompt_tokens, levels, method="inverted_cdf"))
+    return [int(min(prompt_tokens)), *map(int, longest)]
+
+
+def by_prompt_length(
+    prompt_tokens: Sequence[int], ttft_s: Sequence[float], e2e_s: Sequence[float], edges: Sequence[int] = ()
+) -> tuple[LengthBin, ...]:
+    """Requests in bins by prompt length. ``edges``: as :func:`length_edges` gives them, of these or of more requests;
+    without them, of these."""
+    shortest, *highest = list(edges) or length_edges(prompt_tokens) or [0]
+    lowest = [shortest, *(edge + 1 for edge in highest)][: len(highest)]
+    at = np.searchsorted(highest, np.asarray(prompt_tokens, dtype=np.int64))
+    tails = [[_tail(array("d", np.asarray(seconds)[at == number])) for seconds in (ttft_s, e2e_s)]
+             for number in range(len(highest))]  # fmt: skip
+    counts = np.bincount(at, minlength=len(highest))
+    return tuple(
+        LengthBin(low, high, int(count), *both)
+        for low, high, count, both in zip(lowest, highest, counts, tails, strict=True)
+    )
+
 
 SLO_FORM = "ttft=SECONDS,tpot=SECONDS, or one of them"
 
@@ -234,6 +276,8 @@ class ClassSummary:
     """The longest of all the times of :attr:`longest_gap_s`."""
     prefix_hits: PrefixHits = NO_HITS
     """What was found of the prompts; without a prompt where it was not counted."""
+    by_prompt_length: tuple[LengthBin, ...] = ()
+    """The requests in bins; none where their lengths were not given."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: None for nan."""
@@ -242,7 +286,7 @@ class ClassSummary:
 
 
 class ClassTally:
-    """Accumulates a :class:`ClassSummary`, in 32 bytes per request and nothing per token."""
+    """Accumulates a :class:`ClassSummary`, in 40 bytes per request and nothing per token."""
 
     def __init__(self, slo: Slo = NO_SLO) -> None:
         """``slo``: deadlines for requests that bring none."""
@@ -266,6 +310,7 @@ class ClassTally:
         self._ttft_s = array("d")
         self._longest_gap_s = array("d")
         self._e2e_per_token_s = array("d")
+        self._prompt_tokens = array("q")
 
     def __len__(self) -> int:
         return len(self._e2e_s)
@@ -298,14 +343,18 @@ class ClassTally:
         longest_gap_s: float,
         ttft_deadline_s: float | None = None,
         tpot_deadline_s: float | None = None,
+        prompt_tokens: int | None = None,
     ) -> None:
         """Count a finished request, all of whose times count from one origin. Its inter-token times are added to
         :attr:`itl` as they occur. ``longest_gap_s``: the longest of them, of any value where there is a single token.
+        ``prompt_tokens``: of all requests of a tally, or of none.
         """
         ttft_s, e2e_s, gaps = first_s - arrival_s, last_s - arrival_s, output_tokens - 1
         self._e2e_s.append(e2e_s)
         self._ttft_s.append(ttft_s)
         self._e2e_per_token_s.append(e2e_s / output_tokens)
+        if prompt_tokens is not None:
+            self._prompt_tokens.append(prompt_tokens)
         if gaps:
             self._longest_gap_s.append(longest_gap_s)
         self._itl_s += last_s - first_s
@@ -341,6 +390,7 @@ class ClassTally:
             steady_tok_s=self.curve.steady_tok_s(self.first_arrival_s),
             longest_pause_s=max(self._longest_gap_s, default=nan),
             prefix_hits=self.hits.hits(),
+            by_prompt_length=by_prompt_length(self._prompt_tokens, self._ttft_s, self._e2e_s),
         )
 
     def _include(self, other: ClassTally) -> None:
@@ -358,6 +408,7 @@ class ClassTally:
         self._ttft_s += other._ttft_s
         self._longest_gap_s += other._longest_gap_s
         self._e2e_per_token_s += other._e2e_per_token_s
+        self._prompt_tokens += other._prompt_tokens
 
 
 def fairness(e2e_per_token_s: Floats) -> float:

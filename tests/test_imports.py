@@ -19,7 +19,7 @@ LAYERS = (
     ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "client", "trace"),
     ("attribution", "host_store", "tiers", "prefix_store", "server_metrics"),
-    ("cost", "datasets"),
+    ("cost", "datasets", "server_gain"),
     ("policy", "training"),
     ("evaluation", "settings", "simulator", "explanation"),
     ("integrations",),
@@ -52,7 +52,7 @@ INTEGRATION = {
     # shares with the demo without an engine.
     "bench.run_demo": _DECIDE
     | {"datasets", "headroom", "stats", "stored_values", "workload", "training", "evaluation", "study"},
-    "bench.load_report": {"prefix_hits", "stats"},
+    "bench.load_report": {"json_values", "latency", "prefix_hits", "stats"},
     "bench.recorded_prices": {"errors", "evaluation", "settings", "trace"},
     # The learned policy it serves with is trained on the way.
     "bench.run_characterize": _DECIDE

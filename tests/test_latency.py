@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from kvpolicy.fields import WrongValue
-from kvpolicy.latency import NO_SLO, UNKNOWN, ClassTally, Histogram, Slo, Tail, fairness
+from kvpolicy.latency import (
+    NO_SLO,
+    UNKNOWN,
+    ClassTally,
+    Histogram,
+    Slo,
+    Tail,
+    by_prompt_length,
+    fairness,
+    length_edges,
+)
 
 
 def test_quantiles_are_within_half_a_percent() -> None:
@@ -100,6 +110,33 @@ def test_without_deadlines_there_is_no_goodput() -> None:
     tally.finished(0.0, 1.0, 2.0, 2, 1.0)
     told = tally.summary()
     assert (told.deadline_requests, told.slo_share, told.goodput_req_s) == (0, None, None)
+
+
+def test_bins_by_prompt_length_are_quartiles_with_their_edges() -> None:
+    """Of lengths 1 to 8, two a bin; the request of n tokens arrives at 0, has its first one at n s and ends at 2n."""
+    tally, parts = ClassTally(), [ClassTally(), ClassTally()]
+    for number, tokens in enumerate((8, 1, 5, 3, 2, 7, 4, 6)):
+        for one in (tally, parts[number % 2]):
+            one.finished(0.0, float(tokens), 2.0 * tokens, 2, 1.0, prompt_tokens=tokens)
+    bins = tally.summary().by_prompt_length
+    assert [(one.min_tokens, one.max_tokens, one.requests) for one in bins] == [
+        (1, 2, 2),
+        (3, 4, 2),
+        (5, 6, 2),
+        (7, 8, 2),
+    ]
+    assert [one.ttft_s.mean for one in bins] == [1.5, 3.5, 5.5, 7.5] and bins[3].e2e_s.p50 == 15.0
+    assert ClassTally.merged(parts).summary().by_prompt_length == bins
+    assert three().summary().by_prompt_length == () == ClassTally().summary().by_prompt_length
+
+
+def test_equal_lengths_are_in_one_bin() -> None:
+    lengths = [10] * 6 + [30, 40]
+    assert length_edges(lengths) == [10, 10, 40] and length_edges([]) == []
+    bins = by_prompt_length(lengths, lengths, lengths)
+    assert [(one.min_tokens, one.max_tokens, one.requests) for one in bins] == [(10, 10, 6), (11, 40, 2)]
+    (only, none) = by_prompt_length([10], [1.0], [2.0], [10, 10, 40])
+    assert (only.requests, none.requests, none.ttft_s) == (1, 0, UNKNOWN), "edges of more requests than these"
 
 
 def test_nobody_finished() -> None:

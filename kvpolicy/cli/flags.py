@@ -60,14 +60,16 @@ def command(function: Callable[..., Any], json_help: str = "") -> Callable[..., 
 
     A report that is not ``ok`` ends with status 1. ``json_help``: help of a flag ``--json`` that writes the report's
     dictionary; without it there is no such flag. If a dataclass parameter has a default, its values are the flags'
-    defaults.
+    defaults. A field with the name of a parameter of the function's has no flag of its own and keeps its default.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[Parameter] = []
-    for parameter in signature(function).parameters.values():
+    own = signature(function).parameters
+    for parameter in own.values():
         if parameter.name in groups:
-            parameters += _spread(groups[parameter.name], parameter.default)
+            spread = _spread(groups[parameter.name], parameter.default)
+            parameters += [one for one in spread if one.name not in own]
         else:
             parameters.append(_parameter(parameter.name, hints[parameter.name], parameter.default))
     if json_help:
@@ -81,7 +83,11 @@ def command(function: Callable[..., Any], json_help: str = "") -> Callable[..., 
         try:
             for name, group in groups.items():
                 values[name] = group(
-                    **{field.name: _inverted(field, values.pop(field.name)) for field in options_of(group)}
+                    **{
+                        field.name: _inverted(field, values.pop(field.name))
+                        for field in options_of(group)
+                        if field.name not in own
+                    }
                 )
             report = function(**values)
         except WrongValue as wrong:

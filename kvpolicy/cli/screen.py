@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.events import KINDS
+from kvpolicy.server_gain import gain_of
 from kvpolicy.server_metrics import OURS, Metrics, fetch, last_decisions
 
 DECISIONS = 8
@@ -32,8 +33,8 @@ class Watcher:
         self._silence = ""
 
     def look(self, now_s: float) -> None:
-        """Ask once. A server that does not answer is shown as silent, with what it said last. Raises InputError where
-        the address is wrong."""
+        """Ask once, ``now_s`` since the epoch. A server that does not answer is shown as silent, with what it said
+        last. Raises InputError where the address is wrong."""
         try:
             metrics = self._ask(self.url)
         except OSError as error:
@@ -55,7 +56,8 @@ class Watcher:
         if self._now is not None:
             parts.append(self._pressure(self._now))
             if self._now.has_plugin:
-                parts += [self._choices(self._now), self._costs(self._now)]
+                parts += [self._choices(self._now), _not_chosen(self._now), self._costs(self._now)]
+            parts.append(Text(f"A better choice between recompute and swap: {gain_of(self._now, self._at_s).text()}"))
         if self.trace is not None:
             parts.append(self._decisions(self.trace))
         return Group(*parts)
@@ -102,9 +104,6 @@ class Watcher:
             priced = now.total(f"{OURS}priced_preemptions_total", executed=executed)
             cheaper = f"{other:g} of the {priced:g} executed with prices" if priced else "none with prices"
             rows.append((executed, intended, self._with_rate(name, **labels), cheaper))
-        for (reason,), count in sorted(now.by(f"{OURS}fallbacks_total", "reason").items()):
-            if count:
-                rows.append(("recompute", "", f"{count:g}", f"not by choice: {reason.replace('_', ' ')}"))
         return _filled(table, rows)
 
     def _costs(self, now: Metrics) -> Table:
@@ -155,6 +154,13 @@ def _filled(table: Table, rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
+def _not_chosen(now: Metrics) -> Text:
+    """Why preemptions of the table above were recomputed though the policy did not choose to; empty where none was."""
+    counts = sorted(now.by(f"{OURS}fallbacks_total", "reason").items())
+    reasons = [f"{reason.replace('_', ' ')} {count:g}" for (reason,), count in counts if count]
+    return Text(f"of these recomputed, not by choice: {', '.join(reasons)}" if reasons else "")
+
+
 def _mean_ms(microseconds: float, count: float) -> str:
     return f"{microseconds / count / 1e3:.3g}" if count else "none"
 
@@ -177,7 +183,7 @@ def watch(
 ) -> None:
     """Watch a live server: pressure, queues, choices, predicted against measured cost, last decisions."""
     watcher, console = Watcher(url, trace), Console()
-    watcher.look(time.monotonic())
+    watcher.look(time.time())
     if once:
         if watcher.silence:
             raise InputError(f"{url} does not answer: {watcher.silence}")
@@ -187,7 +193,7 @@ def watch(
         with Live(watcher.frame(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
                 time.sleep(every)
-                watcher.look(time.monotonic())
+                watcher.look(time.time())
                 live.update(watcher.frame(), refresh=True)
     except KeyboardInterrupt:
         console.print(watcher.frame())

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.cli.flags import SERVER_FLAGS, command
+from kvpolicy.cli.flags import SERVER_FLAGS, Between, command
 from kvpolicy.errors import InputError
 from kvpolicy.fields import option
+from kvpolicy.order import HELP as ORDERS
 from kvpolicy.overflow import FIGURES
 from kvpolicy.policy import FORMS
 from kvpolicy.settings import SEED, Measurement
@@ -54,15 +55,19 @@ def simulate(
     link: Annotated[
         list[str] | None, typer.Option(help="native, or BYTES_PER_S[,LATENCY_S]. May be given several times.")
     ] = None,
+    order: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Order of service. {ORDERS}. May be given several times. Default: fcfs."),
+    ] = None,
     serving: Serving = Serving(),
     run: Run = Run(),
 ) -> Any:
-    """Simulate workloads under policies, memories and links; an interrupted run is resumed."""
+    """Simulate workloads under policies, orders, memories and links; an interrupted run is resumed."""
     if not (workloads := served.names()):
         raise InputError("no workload: give --workload or --requests")
     with bar() as progress:
         run = replace(run, progress=progress)
-        return kvpolicy.simulate(workloads, policy, kv_blocks, hardware, link or ["native"], serving, run)
+        return kvpolicy.simulate(workloads, policy, kv_blocks, hardware, link or ["native"], serving, run, order or ())
 
 
 def recommend(
@@ -116,10 +121,11 @@ def report(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help=SEED)] = 0,
+    between: Between = None,
 ) -> Any:
     """Test the overflow study's findings on traces, draw its figures, and write one HTML page; or write the page of a
     bench or a demo."""
-    return kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed)
+    return kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed, between=between)
 
 
 def compact(

@@ -278,14 +278,7 @@ class FittedModel(CostModel):
 
     def check_fit(self, engine: EngineSpec) -> None:
         """See :class:`CostModel`. Link and token budget are compared only if the engine states them."""
-        self._refuse_other_ranks(engine)
-        geometry = self.provenance.geometry
-        values = geometry.to_dict() | geometry.kinds
-        for name in sorted(values, key=OF_DATA_TYPE.__contains__):
-            value = values[name]
-            actual = engine.geometry.get(name, 0 if name in geometry.kinds and engine.geometry else None)
-            if actual != value:
-                self._refuse(f"geometry.{name}", value, actual)
+        self.check_geometry(engine.geometry)
         bytes_per_token = self.provenance.kv_bytes_per_token
         if engine.block_bytes is None or engine.block_bytes != engine.block_size * bytes_per_token:
             actual = None if engine.block_bytes is None else engine.block_bytes / engine.block_size
@@ -303,10 +296,20 @@ class FittedModel(CostModel):
             self._warn(f"was measured on block sizes {sizes}; blocks of {engine.block_size} are extrapolated to")
         self._compare_budget(engine.token_budget)
 
-    def _refuse_other_ranks(self, engine: EngineSpec) -> None:
+    def check_geometry(self, geometry: Mapping[str, Any]) -> None:
+        """The first part of :meth:`check_fit`: raises ModelError for a model of another shape or data type."""
+        self._refuse_other_ranks(geometry)
+        own = self.provenance.geometry
+        values = own.to_dict() | own.kinds
+        for name in sorted(values, key=OF_DATA_TYPE.__contains__):
+            actual = geometry.get(name, 0 if name in own.kinds and geometry else None)
+            if actual != values[name]:
+                self._refuse(f"geometry.{name}", values[name], actual)
+
+    def _refuse_other_ranks(self, actual: Mapping[str, Any]) -> None:
         """Raise ModelError that says so where the same model is split over another number of tensor-parallel ranks: a
         cost model is made for one rank, which has fewer heads the more ranks there are."""
-        trained, actual = self.provenance.geometry.to_dict(), engine.geometry
+        trained = self.provenance.geometry.to_dict()
         differing = {name for name, value in trained.items() if actual.get(name) != value}
         split = {"heads", "kv_heads", "intermediate", "linear_flops", "pair_flops"}
         if "heads" not in differing or not differing <= split:

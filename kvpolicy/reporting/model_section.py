@@ -65,6 +65,14 @@ def learned(traces: Sequence[Path], cost_model: str | None, seed: int) -> Learne
         return _judged(traces, str(model), OWN, seed)
 
 
+def of_window(cost_model: str | None) -> Learned:
+    """The model of a report on a window of logs: the one that is given. None is trained on a part of a log."""
+    if cost_model is None:
+        return Learned(OWN, lacking=("no cost model is trained on a window of a log: give one with --cost-model",))
+    return Learned(cost_model, lacking=("boundary, calibration and regret: a log does not measure both options",),
+                   fitted=load(cost_model))  # fmt: skip
+
+
 def _judged(traces: Sequence[Path], model: str, name: str, seed: int) -> Learned:
     lacking = []
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +20,9 @@ from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
 from kvpolicy.reporting.group import Group, link_name
 from kvpolicy.reporting.measurements import material
-from kvpolicy.reporting.model_section import learned
-from kvpolicy.trace import Header, TraceError
+from kvpolicy.reporting.model_section import Learned, learned, of_window
+from kvpolicy.trace import Header, Trace, TraceError
+from kvpolicy.trace.window import joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,14 @@ def report(
     figures: Path | str | None = None,
     cost_model: str | Path | None = None,
     seed: int = 0,
+    between: tuple[str, str] | None = None,
 ) -> StudyReport | BenchReport:
     """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else. A single
     folder of `kvpolicy bench` or `kvpolicy demo` gets a page of its own.
 
     ``figures``: a folder to write each figure into as SVG and PNG. ``cost_model``: folder or name of the model whose
-    boundary, calibration and regret are shown; None trains one on two thirds of the states.
+    boundary, calibration and regret are shown; None trains one on two thirds of the states. ``between``: only what
+    servers recorded between two times such as ``("-2h", "end")``, see :mod:`kvpolicy.trace.window`.
 
     Raises TraceError for traces that cannot be read, InputError where matplotlib or Jinja is missing, WrongValue for
     ``out`` in a folder that does not exist.
@@ -97,6 +100,8 @@ def report(
     refuse_no_path("out", out)
     results = [Path(folder) / name for folder in traces for name in PAGES if (Path(folder) / name).exists()]
     if results:
+        if between is not None:
+            raise WrongValue("between", f"is given with {results[0]}, which is shown as a whole; it is for logs")
         return _results_report(traces, results, Path(out), figures)
     if cost_model is not None:
         refuse_other("cost_model", cost_model, (str, Path), "a folder or a name")
@@ -105,7 +110,11 @@ def report(
     out = Path(out)
     _refuse_no_page(out)
     refuse_non_integer("seed", seed, AMOUNT)
-    groups = tuple(_group(name, folders, cost_model, seed) for name, folders in _grouped(traces).items())
+    grouped = _grouped(traces)
+    if between is None:
+        groups = tuple(_group(name, folders, cost_model, seed) for name, folders in grouped.items())
+    else:
+        groups = tuple(_groups_of_window(grouped, between, cost_model, seed))
     if figures is not None:
         Path(figures).mkdir(parents=True, exist_ok=True)
     drawings = page.draw_all(groups)
@@ -172,12 +181,26 @@ def _kv_size(header: Header) -> str:
     return f"{header.block_bytes} B/block"
 
 
+def _groups_of_window(
+    grouped: Mapping[str, Sequence[Path]], between: tuple[str, str], cost_model: str | None, seed: int
+) -> Iterator[Group]:
+    """The groups without those that recorded nothing then."""
+    found = traces.read_between([folder for folders in grouped.values() for folder in folders], between)
+    for name, folders in grouped.items():
+        if recorded := [folder for folder in folders if str(folder) in found]:
+            trace = joined([found[str(folder)] for folder in recorded])
+            yield _judged(name, recorded, trace, of_window(cost_model), seed)
+
+
 def _group(name: str, folders: Sequence[Path], cost_model: str | None, seed: int) -> Group:
-    measurements = material(traces.read(*folders))
+    return _judged(name, folders, traces.read(*folders), learned(folders, cost_model, seed), seed)
+
+
+def _judged(name: str, folders: Sequence[Path], trace: Trace, judged: Learned, seed: int) -> Group:
+    measurements = material(trace)
     rng = np.random.default_rng(seed)
     unfilled = tuple((figure, why) for figure in FIGURES if (why := missing(measurements, figure)))
     results = tuple(finding for figure in FIGURES for finding in findings(measurements, figure, rng))
-    judged = learned(folders, cost_model, seed)
     headrooms = served_headrooms(measurements.trace, judged.fitted)
     displaced = displacements_of([measurements.trace])
     return Group(name, tuple(folders), measurements, results, unfilled, judged, headrooms, displaced)

@@ -13,7 +13,7 @@ from kvpolicy.events import Cause, Decision, Direction, Kind
 from kvpolicy.fields import AMOUNT, COUNT, POSITIVE, SHARE_OF_BLOCKS, Rule, WrongValue, refuse_non_integer
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.headroom import Headroom
-from kvpolicy.latency import NO_SLO, UNKNOWN, ClassSummary, Slo, Tail
+from kvpolicy.latency import NO_SLO, UNKNOWN, ClassSummary, LengthBin, Slo, Tail
 from kvpolicy.order import Fcfs, Order, is_stock
 from kvpolicy.policy import Policy
 from kvpolicy.prefix_hits import NO_HITS, PrefixHits
@@ -231,6 +231,8 @@ class Summary:
     """What was found of all prompts, by tier."""
     preemption_causes: Mapping[Cause, int] = field(default_factory=dict)
     """Preemptions by cause; causes that did not occur are left out."""
+    by_prompt_length: tuple[LengthBin, ...] = ()
+    """All requests in bins by prompt length."""
 
 
 @dataclass(frozen=True, slots=True)

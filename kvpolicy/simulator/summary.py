@@ -1,4 +1,4 @@
-"""Summary statistics of a run, in 32 bytes per request and nothing per token; the rate of its output in the steady
+"""Summary statistics of a run, in 40 bytes per request and nothing per token; the rate of its output in the steady
 part; and the number of its steps that lay outside the range that the hardware model was measured in."""
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class SummaryBuilder:
             longest_pause_s=whole.longest_pause_s,
             prefix_hits=PrefixHits.total(one.prefix_hits for one in classes.values()),
             preemption_causes=dict(self.work.causes),
+            by_prompt_length=whole.by_prompt_length,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -34,6 +35,8 @@ HEADS = (
 )  # fmt: skip
 """``ms/token``: end-to-end time per output token; ``in time``: share of the requests with a deadline that met it."""
 
+LENGTH_HEADS = ("prompt tok", "requests", "e2e s", "e2e p99", "ttft s", "ttft p99")
+
 
 def service_means(results: Sequence[Result]) -> dict[str, Any]:
     """The fields ``SERVICE`` as means over runs, in the shape that they have in one; of runs that have a figure."""
@@ -44,6 +47,8 @@ def _means(values: Sequence[Any]) -> Any:
     known = [value for value in values if value is not None]
     if not known:
         return None
+    if isinstance(known[0], list):  # bins by number: runs of other requests have other edges, and perhaps fewer bins
+        return [_means(bins) for bins in zip_longest(*known)]
     if isinstance(known[0], Mapping):
         names = sorted({name for value in known for name in value}) if _differ(known) else list(known[0])
         return {name: _means([value[name] for value in known if name in value]) for name in names}
@@ -84,6 +89,22 @@ def class_rows(groups: Mapping[str, Sequence[Result]]) -> list[list[str]]:
                     _shown(service["goodput_req_s"]),
                 ]
             )
+    return rows
+
+
+def has_lengths(results: Sequence[Result]) -> bool:
+    """Whether requests differ in the length of their prompts."""
+    return any(len(result["by_prompt_length"]) > 1 for result in results)
+
+
+def length_rows(groups: Mapping[str, Sequence[Result]]) -> list[list[str]]:
+    """Rows of a table with its heads: each policy's requests in bins by prompt length, means over runs."""
+    rows = [["policy", *LENGTH_HEADS]]
+    for policy, results in groups.items():
+        for one in _means([result["by_prompt_length"] for result in results]):
+            edges = f"{one['min_tokens']:.0f} to {one['max_tokens']:.0f}"
+            tails = (one[name][statistic] for name in ("e2e_s", "ttft_s") for statistic in ("mean", "p99"))
+            rows.append([policy, edges, _shown(one["requests"], ".0f"), *map(_shown, tails)])
     return rows
 
 

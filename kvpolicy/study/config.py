@@ -16,6 +16,7 @@ from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, on
 from kvpolicy.hardware.link import FORM as LINK_FORM
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.hardware.sheets import known_sheet
+from kvpolicy.headroom import MIN_GAIN
 from kvpolicy.latency import SLO_FORM, Slo
 from kvpolicy.order import HELP as ORDERS
 from kvpolicy.order import Order, is_stock, load_order
@@ -250,7 +251,7 @@ class Criterion:
 
     judge_by: str = option(f"Figure to compare: {FORM}.", "e2e", Rule(f"one of {FORM}", names_figure))
     min_gain: float = option(
-        "Smallest gain worth a change, as a share; its whole interval must lie above it.", 0.01, AMOUNT
+        "Smallest gain worth a change, as a share; its whole interval must lie above it.", MIN_GAIN, AMOUNT
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from kvpolicy.code_digest import call_of
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.fields import WrongValue, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
+from kvpolicy.order import Order
 from kvpolicy.policy import Policy, specs_by_label
 from kvpolicy.study.cache import Result, ResultCache, default_folder
 from kvpolicy.study.cell import Cell
@@ -39,19 +40,21 @@ def simulate(
     links: Sequence[str] = (NATIVE,),
     serving: Serving = Serving(),
     run: Run = Run(),
+    orders: Sequence[str | Order] = (),
 ) -> SweepReport:
-    """Simulate every workload under every policy, memory and link, as often as ``run`` says.
+    """Simulate every workload under every policy, order, memory and link, as often as ``run`` says.
 
     ``workloads``: texts as for :func:`kvpolicy.workload.open_workload`, where random ones are drawn from the seed;
     ``requests:FILE`` replays a measured run. A :class:`~kvpolicy.workload.Workload` object is the same under every
     seed. ``policies``: names or objects; an object, as the order of ``serving`` may be one, must be picklable
     where other processes run its cells.
     ``kv_blocks``: usable blocks of the device. ``hardware``: :data:`~kvpolicy.study.config.HARDWARE_FORMS`; or an
-    object, a hardware model or a trained cost model. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. Cached
+    object, a hardware model or a trained cost model. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``.
+    ``orders``: orders of service, in place of that of ``serving``, with which every policy is simulated. Cached
     results of earlier calls with the same inputs are reused. Failed cells are in the report, and the others are
     finished; raises KVPolicyError, the first cell's, where no cell can begin.
     """
-    refuse_single(workloads=workloads, policies=policies, kv_blocks=kv_blocks, links=links)
+    refuse_single(workloads=workloads, policies=policies, kv_blocks=kv_blocks, links=links, orders=orders)
     for name, values in (("workloads", workloads), ("policies", policies), ("kv_blocks", kv_blocks), ("links", links)):
         if not values:
             raise WrongValue(name, "are none, should be at least one")
@@ -63,6 +66,7 @@ def simulate(
     refuse_other("run", run, Run, "a Run")
     named_hardware = hardware_named(hardware)
     serving = serving.on(machine_named(named_hardware).device)
+    servers = list(dict.fromkeys(replace(serving, order=order) for order in orders)) or [serving]
     cells = [
         Cell(
             workload=workload.label,
@@ -72,7 +76,7 @@ def simulate(
             seed=seed,
             hardware=named_hardware.label,
             engine=run.engine,
-            serving=serving,
+            serving=server,
             part=part,
             parts=run.parts,
             module=policy.module,
@@ -84,8 +88,8 @@ def simulate(
             hardware_object=named_hardware.value,
             slo=run.slo,
         )
-        for workload, blocks, link, policy in itertools.product(
-            [workload_named(item) for item in workloads], kv_blocks, links, contenders(policies)
+        for workload, blocks, link, server, policy in itertools.product(
+            [workload_named(item) for item in workloads], kv_blocks, links, servers, contenders(policies)
         )
         for seed in range(run.seeds)
         for part in range(run.parts)

@@ -13,9 +13,9 @@ from kvpolicy.headroom import Headroom, mean
 from kvpolicy.policy import spec_lines
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
-from kvpolicy.study.class_report import class_rows, class_warnings, has_classes
+from kvpolicy.study.class_report import class_rows, class_warnings, has_classes, has_lengths, length_rows
 from kvpolicy.study.hit_report import has_hits, hit_rows
-from kvpolicy.study.server_flags import DEFAULT, cache_words, ordered_by
+from kvpolicy.study.server_flags import DEFAULT, cache_words, names_of, order_of, ordered_by
 
 COLUMNS: Mapping[str, str] = {
     "tok/s": "{throughput_tok_s:.1f}",
@@ -60,6 +60,11 @@ class SweepReport:
     def ok(self) -> bool:
         return not self.failed
 
+    def _order_words(self, cell: Cell) -> str:
+        """The cell's order of service, where the grid has several."""
+        grid = [*(result["inputs"] for result in self.results), *(failure.cell.inputs() for failure in self.failed)]
+        return f"order {cell.serving.order}, " if len(set(map(order_of, grid))) > 1 else ""
+
     def to_dict(self) -> dict[str, Any]:
         failures = [{"inputs": failure.cell.inputs(), "error": failure.error} for failure in self.failed]
         return {"cells": list(self.results), "failed": failures, "taken_up": self.taken_up, "specs": dict(self.specs)}
@@ -71,13 +76,14 @@ class SweepReport:
                 place,
                 *_table(groups),
                 *class_table(groups),
+                *length_table(groups),
                 *hit_table(groups),
                 *cause_table(groups),
-                to_win(groups),
+                *to_win(groups),
                 "",
             ]
         lines += [*spec_lines(self.specs), *_notes(self.results)]
-        lines += [f"failed: {failure.text()}" for failure in self.failed]
+        lines += [f"failed: {self._order_words(failure.cell)}{failure.text()}" for failure in self.failed]
         if self.taken_up:
             lines.append(f"{self.taken_up} of {len(self.results)} cells were cached from an earlier run")
         return "\n".join(lines).rstrip()
@@ -117,15 +123,16 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _by_place(results: Sequence[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Results by policy within each combination of workload, blocks, link, hardware and engine."""
+    """Results by policy, and by order where there are several, within each combination of workload, blocks, link,
+    hardware and engine."""
     by_place: dict[str, dict[str, list[Result]]] = {}
-    for result in results:
+    for result, name in zip(results, names_of([result["inputs"] for result in results]), strict=True):
         inputs = result["inputs"]
         place = (
             f"{inputs['workload']}, {inputs['kv_blocks']} blocks of {inputs['serving']['block_size']}, "
             f"link {inputs['link']}, {inputs['hardware']}, engine {inputs['engine']}"
         )
-        by_place.setdefault(place, {}).setdefault(inputs["policy"], []).append(result)
+        by_place.setdefault(place, {}).setdefault(name, []).append(result)
     return by_place
 
 
@@ -141,6 +148,12 @@ def class_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     """Lines of a table by class; none where it would say no more than that of all requests."""
     shown = any(has_classes(results) for results in groups.values())
     return ["by class", *aligned(class_rows(groups))] if shown else []
+
+
+def length_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Lines of a table by prompt length; none where all prompts are equally long."""
+    shown = any(has_lengths(results) for results in groups.values())
+    return ["by prompt length", *aligned(length_rows(groups))] if shown else []
 
 
 def hit_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
@@ -162,11 +175,15 @@ def cause_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     return ["preemptions by cause", *aligned([["policy", *causes], *rows])]
 
 
-def to_win(groups: Mapping[str, Sequence[Result]]) -> str:
+def to_win(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     """What there is to win by choosing better than always-recompute, or than the first policy where that did not run:
-    means over the runs, in one sentence."""
-    policy = DEFAULT if DEFAULT in groups else next(iter(groups))
-    return f"under {policy}, {mean_headroom(groups[policy]).sentence()}"
+    means over the runs, in one sentence for each order."""
+    by_order: dict[str, dict[str, str]] = {}
+    for name, results in groups.items():
+        inputs = results[0]["inputs"]
+        by_order.setdefault(order_of(inputs), {})[inputs["policy"]] = name
+    names = [policies.get(DEFAULT, next(iter(policies.values()))) for policies in by_order.values()]
+    return [f"under {name}, {mean_headroom(groups[name]).sentence()}" for name in names]
 
 
 def mean_headroom(results: Sequence[Result]) -> Headroom:

@@ -4,7 +4,7 @@ that prints its flags."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpolicy.extensions import PREFIX
@@ -18,6 +18,12 @@ FCFS = "fcfs"
 def order_of(inputs: Mapping[str, Any]) -> str:
     """The order of service. ``inputs``: those of a result."""
     return str(inputs["serving"].get("order", FCFS))
+
+
+def names_of(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a table calls each of these runs: its policy, and its order where they have several. ``runs``: inputs."""
+    several = len({order_of(inputs) for inputs in runs}) > 1
+    return [f"{inputs['policy']}, order {order_of(inputs)}" if several else inputs["policy"] for inputs in runs]
 
 
 def ordered_by(serving: Mapping[str, Any]) -> dict[str, str]:

@@ -131,6 +131,21 @@ def read_between(
     return found
 
 
+def joined(parts: Sequence[Trace]) -> Trace:
+    """Traces of several folders as one. Raises TraceError for cores of the same name."""
+    names = [name for part in parts for name in part.headers]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TraceError(f"{twice}: a core of this name is there already; is a trace given twice?")
+    rows: dict[str, list[pa.Table]] = {}
+    for part in parts:
+        for name, table in part.tables.items():
+            rows.setdefault(name, []).append(table)
+    tables = {name: pa.concat_tables(found, promote_options="default") for name, found in rows.items()}
+    headers = {name: header for part in parts for name, header in part.headers.items()}
+    return Trace(headers, tables, {name: at_s for part in parts for name, at_s in part.begin_s.items()})
+
+
 def _parsed(between: object) -> tuple[Moment, Moment]:
     if not isinstance(between, Sequence) or isinstance(between, str) or len(between) != 2:
         raise WrongValue("between", f'is {between!r}, should be two times, as ("-2h", "end")')

@@ -237,6 +237,29 @@ def test_a_figure_that_is_0_in_one_round_has_no_ratio() -> None:
     ]
 
 
+def test_requests_of_all_rounds_are_in_bins_by_prompt_length_that_all_arms_share() -> None:
+    """Ten prompts of 1 to 10 tokens in two rounds; the second arm does not answer the longest one of the first."""
+
+    def row(tokens: int, factor: float, error: str = "") -> dict[str, object]:
+        seconds = {"ttft_s": None if error else factor * tokens, "e2e_s": 10 * factor * tokens}
+        return {"prompt_tokens": tokens, "error": error, **seconds}
+
+    runs = [
+        {"cell": {"rate": 2.0}, "arm": arm, "round": number, "errors": {}, "rows": [
+            row(tokens, factor, "HTTP 503" if (tokens, arm) == (9, "second") else "")
+            for tokens in range(1 + number, 11, 2)
+        ]}
+        for arm, factor in (("first", 1.0), ("second", 2.0)) for number in (0, 1)
+    ]  # fmt: skip
+    report = LoadReport({"kind": "rate", "arms": [{"name": "first"}, {"name": "second"}], "runs": runs}, "bench.json")
+    first, second = report.by_prompt_length({"rate": 2.0}).values()
+    edges = [(one.min_tokens, one.max_tokens) for one in first]
+    assert edges == [(one.min_tokens, one.max_tokens) for one in second]
+    assert edges[0][0] == 1 and edges[-1][1] == 10 and len(edges) == 4
+    assert (sum(one.requests for one in first), sum(one.requests for one in second)) == (10, 9)
+    assert second[0].ttft_s.mean == 2 * first[0].ttft_s.mean and first[0].e2e_s.p50 == 10 * first[0].ttft_s.p50
+
+
 @pytest.mark.parametrize(("gap", "ok"), [(None, False), (0.3, False), (1e-5, True)])
 def test_tokens_that_differ_by_more_than_a_tie_are_the_first_thing_said_and_a_failure(
     gap: float | None, ok: bool

@@ -55,7 +55,11 @@ def test_a_frame_has_pressure_choices_costs_and_queues() -> None:
     assert rows["swap"] == ["2.5", "2.6", "100"], "30 ms over 12 priced, 26 over 10 measured, 1.2 s over 12"
     assert rows["recompute"] == ["none", "none", "none"], "the last table's: nothing was priced, measured or resumed"
     text = shown(watcher)
-    assert "not by choice: host full" in text and "error" not in text and "former" not in text
+    assert "of these recomputed, not by choice: host full 5\n" in text and "error" not in text and "former" not in text
+    choices = text.split("Choices")[1].split("Cost, ms")[0].splitlines()
+    counts = [line.split("│")[2].strip() for line in choices if line.count("│") == 3]
+    assert counts == ["5", "15"], "each preemption is in one row"
+    assert "A better choice between recompute and swap: cannot tell: no token was decoded." in text
 
 
 def test_of_a_policy_without_prices_nothing_is_predicted_and_nothing_is_cheaper() -> None:
@@ -72,7 +76,7 @@ def test_of_a_policy_without_prices_nothing_is_predicted_and_nothing_is_cheaper(
 def test_what_a_server_says_is_no_markup() -> None:
     watcher = watcher_of(TEXT.replace("host_full", "[/red]").replace("cheapest:mine", "[bold]mine"))
     watcher.look(0.0)
-    assert "not by choice: [/red]" in shown(watcher) and "policy [bold]mine" in shown(watcher)
+    assert "not by choice: [/red] 5" in shown(watcher) and "policy [bold]mine" in shown(watcher)
 
 
 def test_rates_are_of_the_time_between_two_frames() -> None:

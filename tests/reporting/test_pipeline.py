@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pytest
 
+from kvpolicy import trace
+from kvpolicy.fields import WrongValue
 from kvpolicy.order import load
-from kvpolicy.reporting.pipeline import _key, report
+from kvpolicy.reporting.pipeline import StudyReport, _key, report
 from kvpolicy.simulator import Server
 from kvpolicy.trace import TraceError
 from tests.simulator.worlds import LINEAR, random_workload, run
@@ -57,3 +60,39 @@ def test_a_trace_under_an_order_has_its_displacements(tmp_path: Path) -> None:
             "class urgent:",
         ):
             assert line in found.text() and line in page
+
+
+def test_a_report_is_of_a_window_of_the_logs(tmp_path: Path) -> None:
+    """Of two logs that end together: what was recorded then, without a model that was trained on the rest."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    server = Server(16, 1 << 16, 60, 300, token_budget=256, max_running=24, geometry=GEOMETRY.to_dict(),
+                    hardware=HARDWARE, order=load("mlfq:base=8"))  # fmt: skip
+    folders = []
+    for seed in (1, 2):
+        run(random_workload(seed, 60, 200.0), server, "random:0.5", LINEAR)[1].write(tmp_path / str(seed))
+        folders.append(f"{tmp_path / str(seed)}/")
+    whole = report(folders, tmp_path / "page.html")
+    first_s, last_s = (edge(trace.read(*folders).table("steps")["start_s"]).as_py() for edge in (pc.min, pc.max))
+    half = (f"-{(last_s - first_s) / 2:.3f}s", "end")
+    windowed = report(folders, tmp_path / "window.html", between=half)
+    assert isinstance(windowed, StudyReport) and isinstance(whole, StudyReport)
+    (group,), (all_of_it,) = windowed.groups, whole.groups
+    assert group.displacements is not None and all_of_it.displacements is not None
+    assert 0 < group.displacements.displaced < all_of_it.displacements.displaced
+    assert [str(folder) for folder in group.folders] == [str(Path(folder)) for folder in folders]
+    assert "no cost model is trained on a window of a log: give one with --cost-model" in windowed.text()
+    priced = report(folders, tmp_path / "window.html", cost_model="cpu-llama-native", between=half)
+    assert "a log does not measure both options" in priced.text()
+    everything = report(folders, tmp_path / "window.html", between=("begin", "end"))
+    assert everything.to_dict()[group.name]["displacements"] == whole.to_dict()[group.name]["displacements"]
+
+
+def test_a_window_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    make_trace(states=3, repeats=2).write(tmp_path / "profile")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "bench.json").write_text("{}")
+    with pytest.raises(TraceError, match="is of a profile, which is judged as a whole"):
+        report([tmp_path / "profile"], tmp_path / "page.html", between=("-2h", "end"))
+    with pytest.raises(WrongValue, match=r"^between is given with .*bench.json, which is shown as a whole"):
+        report([tmp_path / "bench"], tmp_path / "page.html", between=("-2h", "end"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import pytest
 
 from kvpolicy.latency import Slo
 from kvpolicy.request_marks import Classes
-from kvpolicy.study.class_report import class_rows, class_warnings, has_classes, service_means
+from kvpolicy.study.class_report import (
+    class_rows,
+    class_warnings,
+    has_classes,
+    has_lengths,
+    length_rows,
+    service_means,
+)
 from tests.study.grids import simulate
 
 TWO = (
@@ -35,6 +43,34 @@ def test_means_are_over_the_runs_that_have_the_class() -> None:
     means = service_means([run(a=1.0, b=5.0), run(a=3.0)])
     assert means["classes"]["a"]["ttft_s"]["p99"] == 2.0 and means["classes"]["b"]["fairness"] == 5.0
     assert means["classes"]["a"]["slo_share"] is None and means["e2e_s"]["mean"] == 1.0
+
+
+def test_bins_by_prompt_length_are_means_bin_by_bin() -> None:
+    def binned(*edges: int) -> dict[str, Any]:
+        tail = {"mean": edges[0], "p50": None, "p99": None}
+        return {"by_prompt_length": [
+            {"min_tokens": edge - 9, "max_tokens": edge, "requests": 2, "ttft_s": tail, "e2e_s": tail} for edge in edges
+        ]}  # fmt: skip
+
+    head, *rows = length_rows({"p": [binned(10, 20), binned(30)], "q": [binned(7)]})
+    assert [dict(zip(head, row, strict=True)) for row in rows][1] == {
+        "policy": "p", "prompt tok": "11 to 20", "requests": "2", "e2e s": "10", "e2e p99": "", "ttft s": "10",
+        "ttft p99": "",
+    }  # fmt: skip
+    assert [row[:3] for row in rows] == [["p", "11 to 20", "2"], ["p", "11 to 20", "2"], ["q", "-2 to 7", "2"]]
+    assert has_lengths([binned(1, 2)]) and not has_lengths([binned(1)])
+
+
+def test_a_cell_and_the_text_have_their_requests_by_prompt_length(hardware: str, tmp_path: Path) -> None:
+    report = simulate(hardware, tmp_path / "c", policies=["always-swap", "always-recompute"])
+    for one in report.results:
+        bins = one["by_prompt_length"]
+        assert sum(found["requests"] for found in bins) == one["requests"] == 30 and len(bins) == 4
+        assert all(low["max_tokens"] + 1 == high["min_tokens"] for low, high in pairwise(bins))
+        mean = sum(found["requests"] * found["ttft_s"]["mean"] for found in bins) / 30
+        assert mean == pytest.approx(one["ttft_s"]["mean"])
+    head, *rows = report.text().partition("by prompt length\n")[2].splitlines()[:9]
+    assert head.split()[:3] == ["policy", "prompt", "tok"] and all(" to " in row for row in rows)
 
 
 def test_a_single_class_without_deadlines_needs_no_table() -> None:

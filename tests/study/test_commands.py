@@ -68,6 +68,7 @@ def test_simulate_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         "links": ["native"],
         "serving": Serving(),
         "run": Run(),
+        "orders": (),
     }
 
 
@@ -98,6 +99,7 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "run": Run(
             engine="vllm", seeds=3, parts=2, jobs=4, out=Path("o"), cache=Path("c"), fresh=True, slo=Slo(1.0, 0.05)
         ),
+        "orders": (),
     }
 
 

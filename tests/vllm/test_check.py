@@ -127,7 +127,8 @@ def test_settings_that_the_engine_would_refuse_at_its_start(
     process: EngineProcess, model: str, settings: ServerSettings, words: str
 ) -> None:
     found = asked(process, model, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), settings=settings)
-    assert words in found["refused"] and found["block_bytes"] == 0 and found["groups"]
+    assert words in found["refused"] and found["block_bytes"] == 0
+    assert bool(found["groups"]) != (words == "measured on"), "of another model's, before the layers are made"
     assert found["helps"] == (["--policy always-swap"] if settings.policy != "always-swap" else [])
 
 

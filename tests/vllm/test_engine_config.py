@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from transformers import AutoModelForCausalLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
+from kvpolicy.cost import FittedModel, ModelError
 from kvpolicy.hardware import Geometry
 from kvpolicy.shape import ConfigError, ModelShape
-from kvpolicy_vllm.plugin.engine_config import geometry_of, why_not_priced
+from kvpolicy_vllm.plugin.engine_config import geometry_of, refuse_other_model, why_not_priced
 from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
+from tests.synthetic import fitted_model
 from tests.vllm.families import FAMILIES, PLAIN, WINDOW
 
 pytest.importorskip("vllm")
@@ -42,6 +45,37 @@ def test_an_engine_sees_the_geometry_of_the_models_shape(
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
     result = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
     assert geometry_of(result) == Geometry.from_config(config)
+
+
+def made_for(geometry: Geometry) -> FittedModel:
+    model = fitted_model("linear")
+    return replace(model, provenance=replace(model.provenance, geometry=geometry))
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"),
+    [(OPT, "OPTForCausalLM"), (LLAMA_31_8B, "LlamaForCausalLM"), (QWEN3_30B_A3B, "Qwen3MoeForCausalLM")],
+)
+def test_a_cost_model_of_another_shape_is_refused_before_layers_are_made(
+    tmp_path: Path, config: dict[str, Any], architecture: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    engine = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
+    own = Geometry.from_config(config)
+    refuse_other_model(made_for(own), engine)
+    refuse_other_model(made_for(replace(own, kv_bytes=1)), engine)  # what a checkpoint may still settle
+    refuse_other_model(None, engine)
+    for other in (replace(own, layers=own.layers + 1), replace(own, dtype="float8")):
+        with pytest.raises(ModelError, match=r": geometry\.(layers|dtype) is .* here, it was measured on"):
+            refuse_other_model(made_for(other), engine)
+
+
+def test_of_other_layers_than_full_attention_only_the_layers_tell(tmp_path: Path) -> None:
+    made = FAMILIES["gpt-oss"].config()
+    made.dtype = "float32"
+    made.save_pretrained(tmp_path)
+    engine = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
+    refuse_other_model(made_for(Geometry.from_config(LLAMA_31_8B)), engine)
 
 
 HEADS, HEAD = 2, 32

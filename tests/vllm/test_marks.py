@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 pytest.importorskip("vllm")
 
@@ -17,6 +18,7 @@ from kvpolicy.order import Order, Progress, Rank, View
 from kvpolicy.request_marks import KEY
 from kvpolicy_vllm.plugin.marks import MarkReader
 from kvpolicy_vllm.plugin.metrics import COUNTERS
+from kvpolicy_vllm.plugin.one_flag import own_refusal
 from tests.vllm import alone, fuzz, harness
 from tests.vllm.models import write_llama
 from tests.vllm.setups import Setup
@@ -113,8 +115,9 @@ def test_priorities_that_vllm_itself_ranks_by_cannot_be_bounded(model: Path) -> 
     setup = Setup.draw(1, **ORDERED | {"scheduling": "priority", "order": "fcfs"})
     job = fuzz._job(setup, model)
     job["plugin"]["kv_transfer_config"]["kv_connector_extra_config"]["classes"] = "chat:priority=-1"
-    with pytest.raises(InputError, match=r"bounds priorities.*leave that flag out"):
+    with pytest.raises(ValidationError, match=r"bounds priorities.*leave that flag out") as refused:
         alone.scheduler_for(job)
+    assert isinstance(own_refusal(refused.value), InputError), "while vLLM makes its configuration"
 
 
 def test_what_is_counted_is_declared() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 pytest.importorskip("vllm")
 
@@ -22,6 +23,8 @@ from kvpolicy import policy as policies
 from kvpolicy.errors import InputError
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.plugin import one_flag
+from kvpolicy_vllm.plugin.one_flag import own_refusal
 from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
 from tests.vllm import harness
 
@@ -35,6 +38,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that was started with the variable; vLLM's own method is back afterwards."""
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
     monkeypatch.setattr(EngineArgs, "from_cli_args", EngineArgs.__dict__["from_cli_args"])
+    monkeypatch.setattr(one_flag.PROGRAM, "parsed_flags", False)
     monkeypatch.setenv("KVPOLICY", "always-swap")
     kvpolicy_vllm.plugin.register()
     kvpolicy_vllm.plugin.register()
@@ -104,6 +108,52 @@ def test_on_a_command_line_it_ends_as_a_wrong_flag_does(
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1
     assert said.startswith(f"kvpolicy: error: {words}")
+
+
+EXCLUDED = [
+    ("always-swap,order=urgent", "order urgent: ranks requests itself, --scheduling-policy priority does too: leave"),
+    (
+        "always-swap,classes=chat:priority=-1",
+        "classes is 'chat:priority=-1', which bounds priorities, and --scheduling",
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), EXCLUDED)
+def test_what_vllms_own_ranking_excludes_is_refused_where_flags_are_parsed(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, words: str
+) -> None:
+    """And as early, by the same words, where the plugin is given by flags, as `kvpolicy serve` gives it."""
+    monkeypatch.setenv("KVPOLICY", value)
+    with pytest.raises(SystemExit) as ended:
+        from_command_line("--model", model, "--scheduling-policy", "priority")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and said.startswith(f"kvpolicy: error: {words}")
+    with pytest.raises(InputError, match=f"^{re.escape(words)}"):
+        arguments(model, scheduling_policy="priority").create_engine_config()
+    monkeypatch.setenv("KVPOLICY", "off")
+    _, _, setting = value.partition(",")
+    key, _, text = setting.partition("=")
+    given = harness.plugin("always-swap", **{key: text})
+    with pytest.raises(ValidationError) as refused:
+        arguments(model, scheduling_policy="priority", **given).create_engine_config()
+    assert str(own_refusal(refused.value)).startswith(words)
+
+
+def test_a_cost_model_of_another_model_is_refused_while_the_configuration_is_made(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line on a command line, before any process of the engine starts; in the words of ``check_fit``."""
+    monkeypatch.setenv("KVPOLICY", f"cheapest:{SHIPPED}")
+    with pytest.raises(ValidationError) as refused:
+        arguments(model).create_engine_config()
+    (words, *_) = str(own_refusal(refused.value)).splitlines()
+    assert words.startswith("cost model ") and ": geometry." in words
+    parsed = from_command_line("--model", model)
+    with pytest.raises(SystemExit) as ended:
+        parsed.create_engine_config()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said == f"kvpolicy: error: {words}\n"
 
 
 def damaged(folder: Path, how: str) -> str:

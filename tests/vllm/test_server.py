@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -216,7 +217,7 @@ def test_thirty_two_clients_then_killed(model: str, tmp_path: Path) -> None:
 def assert_watched(base: str, folder: Path, told: dict[str, float]) -> None:
     """`kvpolicy watch` shows what this server said and recorded."""
     command = [sys.executable, "-m", "kvpolicy.cli", "watch", base, "--trace", str(folder), "--once"]
-    environment = {**os.environ, "COLUMNS": "200"}
+    environment = {**os.environ, "COLUMNS": "400"}  # no line is broken
     shown = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, cwd=harness.ROOT
     ).stdout
@@ -227,6 +228,8 @@ def assert_watched(base: str, folder: Path, told: dict[str, float]) -> None:
     assert named["in force"][0].startswith("policy alternating") and named["requests waiting"] == ["0"]
     choices = [row for row in rows if len(row) == 4 and row[3].endswith("with prices")]
     assert sum(float(row[2]) for row in choices) == told["preemptions_total"]
+    needs = "cannot tell: .* of the decoded tokens were computed again; .* the bound needs a cost model with step times"
+    assert re.search(f"^A better choice between recompute and swap: {needs}", shown, re.MULTILINE)
     decided = [row for row in rows if len(row) == 7 and row[2] in ("recompute", "swap")]
     assert len(decided) == min(DECISIONS, told["preemptions_total"])
 

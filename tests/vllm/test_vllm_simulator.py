@@ -18,6 +18,7 @@ from vllm.platforms import Platform, PlatformEnum
 
 from kvpolicy import policy
 from kvpolicy.events import Preemption
+from kvpolicy.order import OrderError
 from kvpolicy.policy.base import PolicyError
 from kvpolicy.policy.cheapest import Always
 from kvpolicy.simulator import Server, Simulator
@@ -28,6 +29,7 @@ from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.simulator import deployment
 from kvpolicy_vllm.simulator.controller import ROWS
 from kvpolicy_vllm.simulator.engine import VllmScheduler
+from tests.order.failing import METHODS, Failing
 from tests.simulator.scarce import refuse_loss, refuse_other_situation
 from tests.vllm.agreement import drawn
 
@@ -152,6 +154,15 @@ def test_a_policys_mistake_is_raised() -> None:
     expected = rf"policy wrong: assess failed with ZeroDivisionError: a mistake \({__file__}, line \d+\)$"
     with pytest.raises(PolicyError, match=expected):
         VllmScheduler().run(case.work, Wrong("wrong", "swap"), case.server, case.times)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_orders_mistake_is_raised(method: str) -> None:
+    case, order = drawn(2, 60), Failing(method)
+    server = replace(case.server, order=order, scheduling="fcfs")
+    expected = rf"^order {order.label}: {method} failed with Unpicklable: made up \(.*failing.py, line \d+\)$"
+    with pytest.raises(OrderError, match=expected):
+        VllmScheduler().run(case.work, policy.load("always-swap"), server, case.times)
 
 
 def test_without_a_sink_there_is_a_summary_alone() -> None:

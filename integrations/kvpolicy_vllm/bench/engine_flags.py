@@ -22,6 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy_vllm.bench.engine_process import FLAGS
+from kvpolicy_vllm.plugin.one_flag import own_refusal
 from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -109,13 +110,9 @@ def _with_cause(refusal: KVPolicyError, causes: Sequence[str]) -> KVPolicyError:
 
 def refusal_of(error: Exception) -> KVPolicyError:
     """The error to report. vLLM's configuration wraps what is raised while it is made in an error of its own."""
+    if (refusal := own_refusal(error)) is not None:
+        return refusal
     causes = error.errors() if isinstance(error, ValidationError) else []
-    for cause in causes:
-        raised = cause.get("ctx", {}).get("error")
-        if isinstance(raised, KVPolicyError):
-            return raised
-    if isinstance(error, KVPolicyError):
-        return error
     words = "; ".join(str(one.get("ctx", {}).get("error") or one["msg"]) for one in causes)
     return RefusedByVllm(words or str(error) or type(error).__name__)
 

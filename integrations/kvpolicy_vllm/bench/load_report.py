@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO
+from math import isnan
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.json_values import finite
+from kvpolicy.latency import LengthBin, by_prompt_length, length_edges
 from kvpolicy.prefix_hits import hit_rates
 from kvpolicy.stats import Ratio, student_ratio
 from kvpolicy_vllm.bench.exactness import TIE_GAP
@@ -100,6 +103,7 @@ class LoadReport:
                          for name, runs in self._by_arm(cell).items()},
                 "ratios": {name: ratio.to_dict() for name, ratio in self.ratios(cell)},
             } | ({"hit_rate_over_run": self.hit_rates(cell)} if self._has_lookups else {})
+            | ({"by_prompt_length": self._lengths_dict(cell)} if self._is_of_requests else {})
             for cell in self.cells()
         ]  # fmt: skip
         tokens, different, gap = self.compared()
@@ -122,6 +126,21 @@ class LoadReport:
     def hit_rates(self, cell: Mapping[str, Any]) -> dict[str, list[float | None]]:
         """By arm, the share of tokens found in a cache in each fifth of a run's time, over all rounds."""
         return {name: hit_rates([run["lookups"] for run in runs], FIFTHS) for name, runs in self._by_arm(cell).items()}
+
+    @property
+    def _is_of_requests(self) -> bool:
+        """Whether the runs have a row for each request, with the length of its prompt."""
+        return any("prompt_tokens" in row for run in self.results["runs"] for row in run.get("rows", ())[:1])
+
+    def by_prompt_length(self, cell: Mapping[str, Any]) -> dict[str, tuple[LengthBin, ...]]:
+        """By arm, the answers of all rounds in bins by prompt length, the same for all arms; without errors."""
+        by_arm = {name: [row for run in runs for row in run["rows"] if not row["error"] and row["ttft_s"] is not None]
+                  for name, runs in self._by_arm(cell).items()}  # fmt: skip
+        edges = length_edges([row["prompt_tokens"] for rows in by_arm.values() for row in rows])
+        return {arm: _binned(rows, edges) for arm, rows in by_arm.items()}
+
+    def _lengths_dict(self, cell: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+        return {arm: [finite(asdict(one)) for one in bins] for arm, bins in self.by_prompt_length(cell).items()}
 
     @property
     def _is_sweep(self) -> bool:
@@ -189,6 +208,8 @@ class LoadReport:
         console.print(self._table())
         if self._has_lookups:
             console.print(self._hit_table())
+        if self._is_of_requests:
+            console.print(self._length_table())
         for line in self._lines():
             console.print(line)
         return buffer.getvalue()
@@ -222,6 +243,23 @@ class LoadReport:
                 table.add_row(*(f"{value:g}" for value in cell.values()), name, *shown)
         return table
 
+    def _length_table(self) -> Table:
+        heads = ("prompt tokens", "requests", "TTFT s mean", "p50", "p99", "e2e s mean", "p50", "p99")
+        table = Table(title="by prompt length, answers of all rounds", title_justify="left")
+        cells = self.cells()
+        for head in (*(head.replace("_", " ") for head in cells[0]), "arm"):
+            table.add_column(head)
+        for head in heads:
+            table.add_column(head, justify="right")
+        for cell in cells:
+            for name, bins in self.by_prompt_length(cell).items():
+                for one in bins:
+                    tails = (getattr(tail, of) for tail in (one.ttft_s, one.e2e_s) for of in ("mean", "p50", "p99"))
+                    shown = ("" if isnan(value) else f"{value:.3g}" for value in tails)
+                    where = f"{one.min_tokens} to {one.max_tokens}", f"{one.requests}"
+                    table.add_row(*(f"{value:g}" for value in cell.values()), name, *where, *shown)
+        return table
+
     def _lines(self) -> Iterator[str]:
         for cell in self.cells():
             for name, ratio in self.ratios(cell):
@@ -240,6 +278,11 @@ class LoadReport:
         for reason, count in self.errors().items():
             yield f"errors: {count} x {reason}"
         yield f"written to {self.path}"
+
+
+def _binned(rows: Sequence[Mapping[str, Any]], edges: Sequence[int]) -> tuple[LengthBin, ...]:
+    tokens, ttft_s, e2e_s = ([row[name] for row in rows] for name in ("prompt_tokens", "ttft_s", "e2e_s"))
+    return by_prompt_length(tokens, ttft_s, e2e_s, edges)
 
 
 def _where(cell: Mapping[str, Any]) -> str:

@@ -83,8 +83,8 @@ def analytics_figures(run: AnalyticsRun) -> dict[str, Any]:
     }
 
 
-NOT_MEASURED = ("prefix_hits", "steady_tok_s")
-"""Of a class's summary: what a client does not see."""
+LEFT_OUT = ("prefix_hits", "steady_tok_s", "by_prompt_length")
+"""Of a class's summary: what a client does not see, and bins, which a report makes of the rows of all runs."""
 MIN_STEADY = 8
 """Requests from which on the rate in the middle of a run is taken."""
 
@@ -139,7 +139,7 @@ def _service(sent: Sequence[Sent], slo: Slo) -> dict[str, Any]:
         tally.finished(
             one.due_s, first_s, last_s, len(answer.token_s), max(gaps_s, default=0.0), request.ttft_s, request.tpot_s
         )
-    found = {name: value for name, value in tally.summary().to_dict().items() if name not in NOT_MEASURED}
+    found = {name: value for name, value in tally.summary().to_dict().items() if name not in LEFT_OUT}
     if missed:
         met = (found["slo_share"] or 0.0) * found["deadline_requests"]
         found["deadline_requests"] += missed

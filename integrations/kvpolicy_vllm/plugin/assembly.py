@@ -32,6 +32,7 @@ from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.kv_layout import block_tables, page_bytes
 from kvpolicy_vllm.plugin.learner import remember
 from kvpolicy_vllm.plugin.operator_log import PreemptionLog, start_line
+from kvpolicy_vllm.plugin.order_limits import bounds_in_vain
 from kvpolicy_vllm.plugin.prompt_cache import BlockPrices, caching_policy
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.shadow import ShadowCounter
@@ -138,11 +139,8 @@ def key_in_cache(block_hash: bytes) -> bytes:
 def claimable(settings: Settings, vllm_config: VllmConfig) -> Classes:
     """The classes that clients may claim. Raises InputError where vLLM itself ranks by priorities that they bound."""
     classes = settings.classes or Classes()
-    if classes.bounds_priority and vllm_config.scheduler_config.policy == "priority":
-        raise InputError(
-            f"classes is {classes.text!r}, which bounds priorities, and --scheduling-policy priority goes by what "
-            'clients give: leave that flag out, and give the order "priority" or "urgent"'
-        )
+    if problem := bounds_in_vain(classes, vllm_config.scheduler_config.policy):
+        raise InputError(problem)
     return classes
 
 

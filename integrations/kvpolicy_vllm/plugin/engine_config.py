@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import vllm
 from vllm.platforms import current_platform
 
-from kvpolicy.cost import FittedModel, engine_loader
+from kvpolicy.cost import CostModel, FittedModel, engine_loader
 from kvpolicy.hardware import EngineSpec, Geometry, describe
 from kvpolicy.hardware.link import header_link
 from kvpolicy.shape import ConfigError, ModelShape
@@ -105,6 +105,29 @@ def geometry_of(config: VllmConfig, kv_cache: KVCacheConfig | None = None) -> Ge
     except ConfigError:
         return plain
     return replace(geometry, weight_bytes=plain.weight_bytes, kv_bytes=plain.kv_bytes, dtype=plain.dtype)
+
+
+def refuse_other_model(cost_model: CostModel | None, config: VllmConfig) -> None:
+    """Raise ModelError where a trained cost model was made for another model than this engine's, before its layers are
+    made; see :meth:`kvpolicy.cost.FittedModel.check_geometry`.
+
+    Only where the model's own configuration says what vLLM says, that all layers are alike and of full attention. Of
+    others, the layers have to be made to know, and ``check_fit`` tells later, as it tells what else does not fit.
+    """
+    if not isinstance(cost_model, FittedModel):
+        return
+    # What the cache keeps of a value may still be settled by the checkpoint.
+    geometry = replace(_of_like_layers(config), kv_bytes=cost_model.provenance.geometry.kv_bytes)
+    try:
+        shape = ModelShape.from_config(config.model_config.hf_config.to_dict())
+        described = Geometry.of_shape(shape, config.parallel_config.tensor_parallel_size)
+    except ConfigError:
+        return
+    served = replace(
+        described, weight_bytes=geometry.weight_bytes, kv_bytes=geometry.kv_bytes, dtype=geometry.dtype
+    )  # whatever type the checkpoint has
+    if served == geometry:
+        cost_model.check_geometry(geometry.to_dict())
 
 
 def _of_like_layers(config: VllmConfig) -> Geometry:

@@ -5,11 +5,12 @@ variable is set, two methods of ``EngineArgs`` are wrapped there, which vLLM 0.2
 
 - ``create_engine_config``, through which every engine comes, of the command line and of ``vllm.LLM``. The wrapper sets
   the scheduler class and the transfer configuration just as the flags would, and calls the original. An error in the
-  variable, or beside flags that contradict it, is raised there.
+  variable, or beside flags that contradict it, is raised there, and so is what the plugin refuses while vLLM makes the
+  configuration: a cost model of another model, an engine that it does not serve.
 - ``from_cli_args``, which makes the arguments of a program from its command line. The wrapper tries the flags on a
   copy, and shows an error in one line as the parser shows that of a flag, where an exception would end a server in a
-  page of calls. It is in force where the program's parser has loaded vLLM's plugins, as that of ``vllm serve`` has.
-  Elsewhere ``create_engine_config`` raises the error.
+  page of calls. So does ``create_engine_config`` from then on. It is in force where the program's parser has loaded
+  vLLM's plugins, as that of ``vllm serve`` has. Elsewhere ``create_engine_config`` raises the error.
 
 By then the policy with its cost model, and the order, are loaded, and nothing of the engine has started. A policy that
 needs the engine, as ``cheapest:analytic`` does, is loaded later, by the scheduler. Nothing is changed where the
@@ -23,7 +24,8 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.fields import WrongValue
@@ -35,6 +37,17 @@ CONFLICTS = ("scheduler_cls", "kv_transfer_config", "kv_offloading_size")
 """Engine arguments that the variable stands in for, or that exclude the plugin."""
 SET = ("scheduler_cls", "kv_transfer_config", "shutdown_timeout")
 """Engine arguments that :func:`set_flags` sets, where vLLM has them."""
+
+
+@dataclass
+class Program:
+    """What is known of the program of this process."""
+
+    parsed_flags: bool = False
+    """Whether it made engine arguments from its command line: it ends in one line, then, where others get an error."""
+
+
+PROGRAM = Program()
 
 
 def line_of_environment() -> str:
@@ -73,6 +86,10 @@ def _heeding(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             set_flags(self, line)
             return original(self, *args, **kwargs)
+        except Exception as error:
+            if not PROGRAM.parsed_flags or (refusal := own_refusal(error)) is None:
+                raise
+            _end(refusal)
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
@@ -92,11 +109,26 @@ def _refusing_in_one_line(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 set_flags(copy.copy(arguments), line)
             except (KVPolicyError, OSError) as error:
-                print(f"kvpolicy: error: {error}", file=sys.stderr)
-                raise SystemExit(2) from None
+                _end(error)
+            PROGRAM.parsed_flags = True
         return arguments
 
     return from_cli_args
+
+
+def _end(error: Exception) -> NoReturn:
+    print(f"kvpolicy: error: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def own_refusal(error: Exception) -> KVPolicyError | None:
+    """The plugin's refusal, also where vLLM's configuration wraps what is raised while it is made in a validation error
+    of pydantic's; None for another error."""
+    if isinstance(error, KVPolicyError):
+        return error
+    causes = error.errors() if hasattr(error, "errors") else []
+    raised = (cause.get("ctx", {}).get("error") for cause in causes)
+    return next((one for one in raised if isinstance(one, KVPolicyError)), None)
 
 
 def set_flags(arguments: Any, line: str) -> None:
@@ -106,9 +138,11 @@ def set_flags(arguments: Any, line: str) -> None:
     """
     from vllm.config import KVTransferConfig
 
-    from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, transfer_config, writes_to_disk
+    from kvpolicy_vllm.plugin.order_limits import refuse_ranking
+    from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, Settings, transfer_config, writes_to_disk
 
     extra = extra_config(line)
+    refuse_ranking(Settings.read(extra), arguments.scheduling_policy)
     ours: dict[str, Any] = {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(extra)}
     for name in CONFLICTS:
         given = getattr(arguments, name, None)

@@ -25,7 +25,7 @@ from kvpolicy_vllm.plugin.control_file import ControlFile, Start
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
 from kvpolicy_vllm.plugin.operator_log import named
-from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside
+from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, ranks_twice
 from kvpolicy_vllm.plugin.ordering import Ordering, by_arrival
 from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
 from kvpolicy_vllm.plugin.running_order import RunningOrder
@@ -69,12 +69,8 @@ def _throttles(throttle_prefills: bool = False, *args: Any, **kwargs: Any) -> bo
 def refuse_order(order: Order, scheduling: str) -> None:
     """Raise UnsupportedEngine for an order that this engine cannot serve by. ``scheduling``: vLLM's
     ``--scheduling-policy``."""
-    if is_stock(order, scheduling):
-        return
-    if scheduling != "fcfs":
-        raise UnsupportedEngine(
-            f"order {order.name}: ranks requests itself, --scheduling-policy {scheduling} does too: leave the flag out"
-        )
+    if problem := ranks_twice(order, scheduling):
+        raise UnsupportedEngine(problem)
 
 
 class PolicyHooks:

@@ -20,9 +20,10 @@ from kvpolicy import policy as policies
 from kvpolicy.caching import spec as caching
 from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.connector_list import configured, own_settings, problem_of
+from kvpolicy_vllm.plugin.engine_config import refuse_other_model
 from kvpolicy_vllm.plugin.host_share import take_share
 from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
-from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself
+from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
 
@@ -123,10 +124,11 @@ def refuse_early() -> None:
         return
     refuse_unsupported(config, None)
     settings = Settings.read(own_settings(config.kv_transfer_config))
+    refuse_ranking(settings, config.scheduler_config.policy)
     if settings.host_gib is None:
         take_share(config, bool(platform().is_cpu()))
     if not policies.needs_engine(settings.policy):
-        settings.load_policy()
+        refuse_other_model(settings.load_policy().cost_model, config)
 
 
 def _configuration_being_made() -> VllmConfig | None:

@@ -20,6 +20,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS
 from kvpolicy.latency import NO_SLO, ClassTally, Slo
 from kvpolicy.policy import Policy
+from kvpolicy.policy.failures import raise_order_failure
 from kvpolicy.simulator import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
 from kvpolicy.simulator.builtin.costs import without
@@ -87,7 +88,10 @@ class VllmScheduler:
             core, engine = identity.core(f"vllm-{self._layers.digest}"), f"{engine}, {self._layers}"
         if sink is not None:
             sink.begin(core, identity.header(core, engine, self._created))
-        tallied = Engine(core, identity, sink, on_decision, slo, self._layers).serve()
+        try:
+            tallied = Engine(core, identity, sink, on_decision, slo, self._layers).serve()
+        except Exception as error:  # noqa: BLE001  # raised again
+            raise_order_failure(server.order, error)
         trace = None if sink is None else sink.finish()
         return Run(tallied.summary(self._wall() - start_s), trace)
 
@@ -299,6 +303,7 @@ class Engine:
             served.longest_gap_s,
             request.ttft_s,
             request.tpot_s,
+            request.prompt_tokens,
         )
         self.arrivals.finished(served.number, request, self.clock.now_s)
 

@@ -294,8 +294,9 @@ class Engine:
         assert live.first_s is not None
         request = live.request
         live.tally.finished(
-            live.arrival_s, live.first_s, live.last_s, live.outputs, live.longest_gap_s, request.ttft_s, request.tpot_s
-        )
+            live.arrival_s, live.first_s, live.last_s, live.outputs, live.longest_gap_s, request.ttft_s, request.tpot_s,
+            request.prompt_tokens,
+        )  # fmt: skip
         self.present -= 1
         self.arrivals.finished(live.number, request, self.now_s)
 

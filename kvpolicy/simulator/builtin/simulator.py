@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvpolicy.errors import InputError
 from kvpolicy.latency import NO_SLO, Slo
 from kvpolicy.policy import Policy
+from kvpolicy.policy.failures import raise_order_failure
 from kvpolicy.simulator.base import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.lower_tiers import MakeCaching
@@ -69,9 +70,12 @@ class Builtin:
             sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         trace_writer = TraceWriter(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(identity, trace_writer, victims, self.leap, on_decision, self.load_share, slo, self.caching)
-        with rare_collection():
-            engine.run()
+        try:
+            engine = Engine(identity, trace_writer, victims, self.leap, on_decision, self.load_share, slo, self.caching)
+            with rare_collection():
+                engine.run()
+        except Exception as error:  # noqa: BLE001  # raised again
+            raise_order_failure(server.order, error)
         trace_writer.flush()
         trace = None if sink is None else sink.finish()
         return Run(engine.tallied.summary(self.wall() - began), trace)
