@@ -9,8 +9,7 @@ from math import inf
 from statistics import fmean
 
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
-from kvpolicy.caching.histories import History, Record, taken
-from kvpolicy.caching.returns import Class, Returns
+from kvpolicy.caching.returns import Class, Returns, Visit
 
 SAMPLE = 32
 """Blocks that are compared for each that is given up."""
@@ -20,9 +19,44 @@ MAX_CLASS = 4
 """Turns and uses are told apart up to 2 to the power of this, by powers of 2 as the lengths of prompts are."""
 
 
+class Record:
+    """What is known of a block."""
+
+    __slots__ = ("name", "position", "turn", "uses", "visit")
+
+    def __init__(self, position: int) -> None:
+        self.position, self.uses, self.turn = position, 0, 0
+        self.name: Class = None
+        self.visit: Visit
+
+
 def class_of(turn: int, uses: int, blocks: int) -> Class:
     """Of a block that so many prompts have used, the last of which was of that turn and had so many blocks."""
     return min(MAX_CLASS, turn.bit_length()), min(MAX_CLASS, uses.bit_length()), blocks.bit_length()
+
+
+def _turn(records: Sequence[Record]) -> int:
+    """Of a prompt with these blocks: the last one that was asked for before says whose next turn it is."""
+    asked = 0
+    for record in records:
+        if not record.uses:
+            break
+        asked += 1
+    return records[asked - 1].turn + 1 if asked else 1
+
+
+def _alike(records: Sequence[Record]) -> list[list[Record]]:
+    """Blocks in a row with one history, as those of a shared prefix have, together: what is learned of them, and their
+    new class, is the same."""
+    runs: list[list[Record]] = []
+    uses, visit, name = -1, None, None
+    for record in records:
+        if record.uses == uses and (not uses or (record.visit is visit and record.name == name)):
+            runs[-1].append(record)
+        else:
+            uses, name, visit = record.uses, record.name, record.visit if record.uses else None
+            runs.append([record])
+    return runs
 
 
 class ByCost(CachingPolicy):
@@ -62,100 +96,55 @@ class ByCost(CachingPolicy):
         self._price = price
 
     def asked(self, chain: Chain, hits: int) -> None:
-        histories = self._histories(chain)
-        turn = self._turn(chain, histories)
-        if chain:
-            self._there_or_gone(chain[-1]).turn = turn
+        records = self._records(chain)
+        turn = _turn(records)
+        if records:
+            records[-1].turn = turn
         counts: dict[Class, int] = {}
-        for history in histories:
-            if history.uses:
-                self._returns.returned(history.visit, history.name, history.blocks)
-            history.uses += 1
-            name = history.name = class_of(turn, history.uses, len(chain))
-            counts[name] = counts.get(name, 0) + history.blocks
+        for run in _alike(records):
+            uses, name = run[0].uses + 1, class_of(turn, run[0].uses + 1, len(chain))
+            if run[0].uses:
+                self._returns.returned(run[0].visit, run[0].name, len(run))
+            counts[name] = counts.get(name, 0) + len(run)
+            for record in run:
+                record.uses, record.name = uses, name
         visit = self._returns.visit(counts)
-        for history in histories:
-            history.visit = visit
+        for record in records:
+            record.visit = visit
         self._trim(2 * REMEMBERED * self.capacity + len(chain))
 
     def extended(self, chain: Chain, asked: int) -> None:
         """What a request has generated is of the turn, and the visit, of its prompt."""
         prompt = self._known(chain[asked - 1]) if asked else None
         turn = 1 if prompt is None else prompt.turn
-        visit = self._returns.visit({}) if prompt is None else prompt.history.visit
-        name, at = class_of(turn, 1, asked), asked
-        while at < len(chain):
-            history, at = self._stretch(chain, at)
-            if not history.uses:
-                history.uses, history.name, history.visit = 1, name, visit
-                self._returns.join(visit, name, history.blocks)
-        self._record(chain[-1], len(chain) - 1).turn = turn
+        visit = self._returns.visit({}) if prompt is None else prompt.visit
+        name = class_of(turn, 1, asked)
+        for position in range(asked, len(chain)):
+            record = self._record(chain[position], position)
+            if not record.uses:
+                record.uses, record.name, record.visit = 1, name, visit
+                self._returns.join(visit, name)
+        record = self._record(chain[-1], len(chain) - 1)
+        record.turn = turn
 
-    def _turn(self, chain: Chain, histories: Sequence[History]) -> int:
-        """Of a prompt with these blocks: the last one that was asked for before says whose next turn it is."""
-        asked = 0
-        for history in histories:
-            if not history.uses:
-                break
-            asked += history.blocks
-        return self._there_or_gone(chain[asked - 1]).turn + 1 if asked else 1
-
-    def _histories(self, chain: Chain) -> list[History]:
-        """Those of the blocks of a prompt, in order, each of these blocks alone."""
-        found: list[History] = []
-        at = 0
-        while at < len(chain):
-            history, end = self._stretch(chain, at)
-            if not (found and found[-1].continues_as(history)):
-                found.append(history)
-            else:
-                found[-1].blocks += history.blocks
-                for key in chain[at:end]:
-                    self._there_or_gone(key).history = found[-1]
-            at = end
-        return found
-
-    def _stretch(self, chain: Chain, at: int) -> tuple[History, int]:
-        """The history of the block with that index and of others behind it, of these alone, and the index behind them.
-
-        Looks up no block between the first and the last one of a stretch that is whole.
-        """
-        record = self._known(chain[at])
-        if record is None:
-            return self._new_stretch(chain, at)
-        history, end = record.history, at + record.history.blocks
-        if record.position == history.first and end <= len(chain):
-            last = self._known(chain[end - 1])
-            if last is not None and last.history is history:
-                return history, end
-        records = []
-        while record is not None and record.history is history:
+    def _records(self, chain: Chain) -> list[Record]:
+        """Of each block, by :meth:`_record`, written out: a prompt may have many blocks."""
+        there, gone, records = self._there, self._gone, []
+        for position, key in enumerate(chain):
+            record = there.get(key) or gone.get(key)
+            if record is None:
+                record = gone[key] = Record(position)
             records.append(record)
-            end = at + len(records)
-            record = self._known(chain[end]) if end < len(chain) else None
-        return taken(records), end
-
-    def _new_stretch(self, chain: Chain, at: int) -> tuple[History, int]:
-        """Of blocks of which nothing is known."""
-        history, end = History(at), at
-        while end < len(chain) and self._known(chain[end]) is None:
-            self._gone[chain[end]] = Record(end, history)
-            end += 1
-        history.blocks = end - at
-        return history, end
+        return records
 
     def _record(self, key: Key, position: int) -> Record:
         found = self._known(key)
         if found is None:
-            found = self._gone[key] = Record(position, History(position, 1))
+            found = self._gone[key] = Record(position)
         return found
 
     def _known(self, key: Key) -> Record | None:
         return self._there.get(key) or self._gone.get(key)
-
-    def _there_or_gone(self, key: Key) -> Record:
-        """The record of a block that has one."""
-        return self._there.get(key) or self._gone[key]
 
     def _place(self, chain: Chain, position: int) -> int:
         """Of a block in its prompt, of which the chain may be a part that begins later."""
@@ -164,10 +153,10 @@ class ByCost(CachingPolicy):
 
     def _unasked(self, position: int) -> Record:
         """Of a block that no prompt has asked for, or that was forgotten since: it is taken for an old one."""
-        history = History(position, 1, uses=1)
-        history.name = class_of(1, 1, position + 1)
-        history.visit = self._returns.old_visit(history.name)
-        return Record(position, history)
+        record = Record(position)
+        name = class_of(1, 1, position + 1)
+        record.uses, record.name, record.visit = 1, name, self._returns.old_visit(name)
+        return record
 
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         for position in missing:
@@ -185,7 +174,7 @@ class ByCost(CachingPolicy):
 
     def _trim(self, remembered: int) -> None:
         while len(self._gone) > remembered:
-            self._gone.popitem(last=False)[1].forget()
+            self._gone.popitem(last=False)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
         return self._evict(count, protected, inf)
@@ -226,8 +215,7 @@ class ByCost(CachingPolicy):
         return least, found
 
     def _value(self, record: Record) -> float:
-        history = record.history
-        return self._returns.rate(history.visit, history.name) * self._price(record.position)
+        return self._returns.rate(record.visit, record.name) * self._price(record.position)
 
     def lost(self, key: Key) -> None:
         record = self._there.pop(key, None)

@@ -68,10 +68,10 @@ class Returns:
             self._fit()
         return now
 
-    def join(self, visit: Visit, name: Class, blocks: int) -> None:
-        """So many blocks of class ``name`` are of that visit, too, but not among those that its prompt asked for."""
-        visit.blocks[name] = visit.blocks.get(name, 0) + blocks
-        self._counts(self._reached, name)[visit.level] += blocks
+    def join(self, visit: Visit, name: Class) -> None:
+        """A block of class ``name`` is of that visit, too, but was not among those that its prompt asked for."""
+        visit.blocks[name] = visit.blocks.get(name, 0) + 1
+        self._counts(self._reached, name)[visit.level] += 1
 
     def old_visit(self, name: Class) -> Visit:
         """A visit too long ago to be counted, of one block."""

@@ -144,11 +144,11 @@ def test_every_block_is_counted_with_the_last_prompt_that_asked_for_it() -> None
         chain = [*prefix[:at], *(f"{number} {position}" for position in range(rng.randint(1, 3)))]
         policy.asked(chain, 0)
         policy.extended([*chain, f"{number} answer"], len(chain))
-    counted = Counter((id(one.history.visit), one.history.name) for one in policy._gone.values())
-    visits = {id(one.history.visit): one.history.visit for one in policy._gone.values()}
+    counted = Counter((id(one.visit), one.name) for one in policy._gone.values())
+    visits = {id(one.visit): one.visit for one in policy._gone.values()}
     left = {(number, name): count for number, one in visits.items() for name, count in one.blocks.items() if count}
     assert left == counted
-    assert policy._gone["p0"].history.uses == 300 and len({policy._gone[key].history.uses for key in prefix}) == 4
+    assert policy._gone["p0"].uses == 300 and len({policy._gone[key].uses for key in prefix}) == 4
 
 
 def test_blocks_of_a_prompt_with_other_histories_are_counted_apart() -> None:
@@ -157,7 +157,7 @@ def test_blocks_of_a_prompt_with_other_histories_are_counted_apart() -> None:
     policy.asked(chain[:8], 0)
     policy.extended(chain[:10], 3)
     policy.stored(chain, [10, 11])
-    visits = [record.history.visit for key in chain if (record := policy._known(key)) is not None]
+    visits = [record.visit for key in chain if (record := policy._known(key)) is not None]
     assert len({id(visit) for visit in visits}) == 3 and sum(sum(visit.blocks.values()) for visit in visits[9:]) == 12
     policy.asked(chain, 0)
     assert not any(count for visit in visits for count in visit.blocks.values())

@@ -76,7 +76,7 @@ def test_rates_are_those_of_the_last_evaluation_whenever_they_are_asked_for() ->
     rates = [early._rates["a"][level] for level in levels]
     for visit in visits:
         late.returned(visit, "a", 4)
-        late.join(visit, "a", 1)
+        late.join(visit, "a")
     assert [late._rates["a"][level] for level in levels] == rates
     for _ in range(FIT_EVERY):
         late.visit({"a": 4})
