@@ -302,3 +302,22 @@ def test_prompts_reach_the_policies_of_files_in_their_order_among_hints() -> Non
     prompt = FileEvent(tuple(CHAIN))
     assert core.index.take_jobs()[1] == (prompt, FileEvent(tuple(CHAIN), ended, "chat"), prompt)
     assert core.index.take_jobs()[1] == ()
+
+
+def test_nothing_is_saved_for_files_that_are_not_there_have_no_room_or_failed() -> None:
+    core = Core()
+    assert not core.index.takes(b"x", 3), "no rank has said what is there"
+    core.index.acknowledge([FileReport(ready=True)] * core.ranks)
+    assert core.index.takes(b"x", 3)
+    core.save(CHAIN)
+    assert not core.index.takes(b"a", 3) and core.index.takes(b"x", 3)
+    core.save([b"d"])
+    assert core.index._room() == 0 and not core.index.takes(b"x", 3)
+    first, second = core.jobs()[0]
+    core.report(first, failed=CHAIN)
+    assert not core.index.takes(b"a", 3), "as on a full disk"
+    core.now += RENEWED_S
+    assert core.index.takes(b"a", 3)
+    core.now -= RENEWED_S
+    core.report(second)
+    assert core.index.takes(b"a", 3), "it is stored again"

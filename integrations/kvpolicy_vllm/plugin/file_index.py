@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.request_marks import Hints
@@ -25,7 +26,8 @@ MAX_WAIT_S = 10.0
 so long is late."""
 WARNING_EVERY_S = 60.0
 RENEWED_S = 600.0
-"""How long files took counts for so long after the last load: a disk that was too slow is tried again then."""
+"""How long files took counts for so long after the last load, and that they could not be written: a disk that was too
+slow, or full, is tried again then."""
 RECENT_LOADS = 64
 """The time that files take is a mean by bytes, in which a load's weight falls by 1/64 with each one after it: a disk
 that becomes slow is noticed however long it was fast, though it is read all the time."""
@@ -79,6 +81,8 @@ class FileIndex:
         self._loads: list[FileJob] = []
         self._read_s = self._read_bytes = self._read_until_s = 0.0
         """Seconds and bytes of loads by their weights, and when they stop counting."""
+        self._fail_until_s = -inf
+        """After a store of which nothing was stored, as on a full disk: when another may be worth saving for."""
         self.worth_storing: Callable[[int], bool] = lambda blocks: True
         """Whether blocks of a chain of so many blocks are stored: where reading and loading all of them would cost more
         than computing them, none is."""
@@ -149,7 +153,10 @@ class FileIndex:
         return self._lacks(block.key) and self.worth_storing(block.node.reach)
 
     def takes(self, key: Hashable, blocks: int) -> bool:
-        """Whether a content of a chain of so many blocks is worth saving to host memory for files."""
+        """Whether a content of a chain of so many blocks is worth saving to host memory for files, which are there and
+        can store it now."""
+        if not self.ready or self._room() <= 0 or self._clock() < self._fail_until_s:
+            return False
         return isinstance(key, bytes) and self._lacks(key) and self.worth_saving(blocks)
 
     def _lacks(self, key: bytes) -> bool:
@@ -275,6 +282,7 @@ class FileIndex:
             for key, ok in zip(under.keys, done, strict=True):
                 if ok:
                     self._there[digest_of_key(key)] = self._ranks
+            self._fail_until_s = -inf if any(done) else self._clock() + RENEWED_S
             self._count("stored", sum(done))
             self._count("store_failed", len(done) - sum(done))
         self._pool.release(under.copy)

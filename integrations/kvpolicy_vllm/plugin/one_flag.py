@@ -124,9 +124,11 @@ def _end(error: Exception) -> NoReturn:
 def own_refusal(error: Exception) -> KVPolicyError | None:
     """The plugin's refusal, also where vLLM's configuration wraps what is raised while it is made in a validation error
     of pydantic's; None for another error."""
+    from pydantic import ValidationError
+
     if isinstance(error, KVPolicyError):
         return error
-    causes = error.errors() if hasattr(error, "errors") else []
+    causes = error.errors() if isinstance(error, ValidationError) else []
     raised = (cause.get("ctx", {}).get("error") for cause in causes)
     return next((one for one in raised if isinstance(one, KVPolicyError)), None)
 

@@ -40,8 +40,12 @@ class FileTier:
         """Whether they are, where they have to be saved to host memory before."""
 
     def takes(self, key: Key, blocks: int) -> bool:
-        """Whether a block of a chain of so many blocks is worth saving to host memory to be written here."""
-        return key not in self._policy and self.worth_saving(blocks, self._alone_s(blocks))
+        """Whether a block of a chain of so many blocks is worth saving to host memory to be written here, and there is
+        a place for it in the queue."""
+        self._end_writes()
+        if key in self._policy or len(self._writes) >= self._cache.file_queue_blocks:
+            return False
+        return self.worth_saving(blocks, self._alone_s(blocks))
 
     def asked(self, chain: Chain) -> None:
         """A new request has this prompt."""

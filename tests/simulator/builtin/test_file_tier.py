@@ -150,6 +150,15 @@ def test_what_is_written_already_is_not_handed_on_again() -> None:
     assert not files.takes("b", 3) and files.takes("b", 4)
 
 
+def test_nothing_is_handed_on_while_the_queue_of_writes_is_full() -> None:
+    files = tier()
+    for position in range(3):
+        files.write("abcde", position)
+    assert not files.takes("d", 5)
+    files.now_s = 0.002
+    assert files.takes("d", 5)
+
+
 def test_what_files_give_up_goes_by_what_a_block_saves_after_its_read() -> None:
     """A block takes 1 ms to read."""
     server = replace(SERVER, cache=replace(CACHE, policy="cost"))
