@@ -144,7 +144,7 @@ docs: .venv-docs/.made
 
 dist: .venv-docs/.made
 	rm -rf dist
-	.venv-docs/bin/python -m build --outdir dist
+	.venv-docs/bin/python -m build --no-isolation --outdir dist
 	.venv-docs/bin/twine check --strict dist/*
 
 environment: .venv/.made
