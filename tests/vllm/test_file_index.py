@@ -35,7 +35,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Settings of servers by the caching policy of their host memory; prices are such that a load always pays."""
-FLEETING = {"host_gib": 50.5 * BLOCK_BYTES / GIB}
+FLEETING: dict[str, Any] = {"host_gib": 50.5 * BLOCK_BYTES / GIB}
 """Host memory in which hardly anything stays until it is asked for again, so that files have to give it."""
 
 

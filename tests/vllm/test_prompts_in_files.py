@@ -17,7 +17,7 @@ from tests.priced import Priced
 from tests.vllm import alone, harness
 from tests.vllm.test_prompt_cache import PROMPT, Served
 
-pytestmark = pytest.mark.scheduler
+pytestmark = [pytest.mark.scheduler, pytest.mark.feature("prompts in files, beyond restarts")]
 BLOCK_BYTES = alone.BLOCK * 4096
 """Of these tests' model a token takes 4 KiB."""
 

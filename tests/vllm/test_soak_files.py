@@ -100,6 +100,8 @@ def served(
     return problems + [f"counted {name}" for name, count in counted.items() if count], made
 
 
+@pytest.mark.feature("prompts in files, beyond restarts")
+@pytest.mark.feature("hints about KV")
 @pytest.mark.parametrize("seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)])
 def test_nothing_wrong_is_found_and_nothing_stays(
     seed: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
