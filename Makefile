@@ -33,7 +33,8 @@ VLLM ?= 0.24.0
 WITHOUT_CPU_BUILD = 0.33.0
 RECORDED = -p tests.feature_record
 # Tests with vLLM's scheduler in their own process: for these a version's sources take the place of the installed one.
-IN_PROCESS = $(addprefix tests/vllm/test_,table_admission.py surviving_tables.py)
+IN_PROCESS = $(addprefix tests/vllm/test_,table_admission.py surviving_tables.py prompt_cache.py prompts_in_files.py \
+	hinted_prompts.py soak_files.py control_file.py)
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
 WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm
@@ -144,7 +145,7 @@ docs: .venv-docs/.made
 
 dist: .venv-docs/.made
 	rm -rf dist
-	.venv-docs/bin/python -m build --outdir dist
+	.venv-docs/bin/python -m build --no-isolation --outdir dist
 	.venv-docs/bin/twine check --strict dist/*
 
 environment: .venv/.made

@@ -1,12 +1,13 @@
 """Time to first token and throughput by caching policy of host memory, in simulation: recorded prompts on an H100.
 
     python benchmarks/caching_study.py --data DIR [--host-gib G,G,...] [--file-gib G] [--file-link LINK]
-        [--hints KIND,...] [--keep S] [--load X,...] [--seeds N] [--policies NAME,...]
-        [--only NAME] [--requests N] [--json FILE]
+        [--link LINK] [--hints KIND,...] [--keep S] [--load X,...] [--seeds N] [--policies NAME,...]
+        [--policy NAME ...] [--only NAME] [--requests N] [--json FILE]
 
 Llama-3.1-8B on an H100 by its data sheet, blocks of 64 tokens, 7,000 of them on the device. Requests are those of
 Mooncake's conversations, of agentic sessions and of ShareGPT's conversations (``benchmarks/caching_policies.py`` says
-what of them is drawn). Preemptions and hits are decided by ``cheapest:analytic``, whose prices ``cost`` goes by, too.
+what of them is drawn). Preemptions and hits are decided by ``cheapest:analytic``, whose prices ``cost`` goes by, too,
+or by each ``--policy``; ``--link`` is that of host memory, by default the data sheet's.
 ``none``: host memory is for preempted requests only. ``hindsight``: Belady's rule over the trees of blocks, told the
 prompts in the order of their earliest arrivals; a reference, which no server has. The same at every run. ``--file-gib``
 is the size of files below the cache, ``--file-link`` their drive.
@@ -33,7 +34,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -57,7 +58,7 @@ from kvpolicy.workload import Faster, Hinting, Workload, at_rate, open_workload
 from kvpolicy.workload.session_hints import DEFAULT_KEEP_S, KINDS
 
 DEVICE, BLOCK, KV_BLOCKS = "H100-SXM", 64, 7000
-POLICY = "cheapest:analytic"
+POLICY, NATIVE = "cheapest:analytic", "native"
 POLICIES = ("lru", "lfu", "arc", "s3fifo", "cost")
 NONE, HINDSIGHT = "none", "hindsight"
 CONTEXT = 131072
@@ -104,6 +105,8 @@ class Setting:
     host_gib: float
     file_gib: float = 0.0
     file_link: SimulatedLink | None = None
+    policy: str = POLICY
+    link: str = NATIVE
 
     def summary(self, work: Workload, cache: str) -> Summary:
         """The run with that cache, which is a caching policy, :data:`NONE` or :data:`HINDSIGHT`."""
@@ -112,7 +115,7 @@ class Setting:
         serving = Serving(
             block_size=BLOCK, host_gib=self.host_gib, host_cache=named, file_gib=file_gib, file_link=self.file_link
         ).on(DEVICE)
-        cell = Cell(work.name, POLICY, KV_BLOCKS, "native", 0, f"{DEVICE}:{self.config}", serving=serving)
+        cell = Cell(work.name, self.policy, KV_BLOCKS, self.link, 0, f"{DEVICE}:{self.config}", serving=serving)
         machine = machine_of(cell)
         policy, _ = policy_of(cell)
         simulator = Builtin()
@@ -125,9 +128,10 @@ class Setting:
         return simulator.run(work, policy, server_of(cell, machine), times_of(cell, machine)).summary
 
     def at_load(self, work: Workload, load: float) -> Workload:
-        """The requests at that share of the capacity."""
+        """The requests at that share of the capacity, which is the same whatever decides and whatever the link."""
         together = tuple(replace(one, arrival_s=0.0, think_s=None) for one in work)
-        capacity = self.summary(replace(work, requests=together), NONE).steady_tok_s
+        usual = replace(self, policy=POLICY, link=NATIVE)
+        capacity = usual.summary(replace(work, requests=together), NONE).steady_tok_s
         offered = work.output_tokens / work.requests[-1].arrival_s
         return Workload(work.name, tuple(Faster(work, load * capacity / offered)), work.seed)
 
@@ -145,6 +149,8 @@ class Arm:
     hints: str
     file_link: str = ""
     """Of the files, as text; empty without files, and for the default."""
+    policy: str = POLICY
+    link: str = NATIVE
 
 
 Found = Mapping[str, Any]
@@ -185,7 +191,7 @@ class Results:
 
 HEADS = (
     "requests of", "load", "host GiB", "file GiB", "cache", "hints", "ttft s", "of none", "of no hints", "ttft p99",
-    "e2e s", "tok/s", "device", "host", "files", "loaded", "moved GB",
+    "e2e s", "tok/s", "device", "host", "files", "loaded", "moved GB", "policy", "link",
 )  # fmt: skip
 
 
@@ -212,7 +218,7 @@ def row(arm: Arm, results: Results, seeds: Sequence[int]) -> list[str]:
         arm.hints, f"{mean('ttft_s', 'mean'):.3g}", ratio(bare),
         "" if arm.hints == NO_HINTS else ratio(replace(arm, hints=NO_HINTS)), f"{mean('ttft_s', 'p99'):.3g}",
         f"{mean('e2e_s', 'mean'):.3g}", f"{mean('throughput_tok_s'):.1f}", *(f"{share:.1%}" for share in shares),
-        f"{mean('moved_bytes') / 1e9:.0f}",
+        f"{mean('moved_bytes') / 1e9:.0f}", arm.policy, arm.link,
     ]  # fmt: skip
 
 
@@ -233,13 +239,14 @@ class Draw:
         return replace(work, requests=tuple(Hinting(work, kind, self._keep_s)))
 
 
-def arms(options: argparse.Namespace, name: str, load: float, host_gib: float) -> Iterator[Arm]:
+def arms(options: argparse.Namespace, name: str, load: float, host_gib: float, policy: str) -> Iterator[Arm]:
     """What hints nobody, or has the prompts themselves, is served without hints alone."""
-    link = options.file_link.text if options.file_gib and options.file_link else ""
-    yield Arm(name, load, host_gib, 0.0, NONE, NO_HINTS)
+    file_link = options.file_link.text if options.file_gib and options.file_link else ""
+    decided = {"policy": policy, "link": options.link.text if options.link else NATIVE}
+    yield Arm(name, load, host_gib, 0.0, NONE, NO_HINTS, **decided)
     for cache in options.policies:
         for hints in [NO_HINTS] if cache == HINDSIGHT else dict.fromkeys((NO_HINTS, *options.hints)):
-            yield Arm(name, load, host_gib, options.file_gib, cache, hints, link)
+            yield Arm(name, load, host_gib, options.file_gib, cache, hints, file_link, **decided)
 
 
 def names(allowed: Sequence[str]) -> Any:
@@ -271,11 +278,13 @@ def options_of(parser: argparse.ArgumentParser, arguments: Sequence[str] | None)
     parser.add_argument("--host-gib", type=numbers, default=[64.0, 256.0], help="host memory, GiB")
     parser.add_argument("--file-gib", type=float, default=0.0, help="files below the cache, GiB")
     parser.add_argument("--file-link", type=link, help="of the files, as of kvpolicy simulate")
+    parser.add_argument("--link", type=link, help="of host memory, as of kvpolicy simulate")
     parser.add_argument("--hints", type=names((NO_HINTS, *KINDS)), default=[NO_HINTS], help="what requests say")
     parser.add_argument("--keep", type=float, default=DEFAULT_KEEP_S, help="seconds for which windows are to be kept")
     parser.add_argument("--load", type=numbers, default=[0.0], help="shares of the capacity; 0: the files' own rates")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--policies", type=names((*POLICIES, HINDSIGHT)), default=[*POLICIES, HINDSIGHT])
+    parser.add_argument("--policy", nargs="+", default=[POLICY], help=f"decides; default: {POLICY}")
     parser.add_argument("--only", choices=FILES, help="only that workload")
     parser.add_argument("--requests", type=int, help=f"of each run; default: {REQUESTS}")
     parser.add_argument("--json", type=Path)
@@ -300,9 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in FILES if options.only is None else [options.only]:
             works = [requests_of(options.data, name, seed, options.requests or REQUESTS[name]) for seed in seeds]
             for load in options.load:
-                for host_gib in options.host_gib:
-                    served = list(arms(options, name, load, host_gib))
-                    setting = Setting(config, host_gib, options.file_gib, options.file_link)
+                for host_gib, policy in product(options.host_gib, options.policy):
+                    served = list(arms(options, name, load, host_gib, policy))
+                    link = served[0].link
+                    setting = Setting(config, host_gib, options.file_gib, options.file_link, policy, link)
                     for seed, work in enumerate(works):
                         if work is not None:
                             serve(results, served, seed, work, setting, options.keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -61,6 +62,12 @@ def _shown(line: str) -> Shown:
         short = shorter
     words = [word.removesuffix("...") for word in shlex.split(short)]
     return Shown(tuple(word for word in words if word), frozenset(flags), not dots)
+
+
+def posted(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """What the `curl` commands of a document send: path and body, with a message for the reader's."""
+    found = re.findall(r"curl http://localhost:8000(\S+) [^\n]*-d '(\{.*?\})'", (ROOT / name).read_text(), re.DOTALL)
+    return [(path, json.loads(body.replace("[...]", '[{"role": "user", "content": "hello"}]'))) for path, body in found]
 
 
 def block_below(words: str, name: str = "README.md") -> list[list[str]]:

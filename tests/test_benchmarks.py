@@ -839,6 +839,24 @@ def test_caching_study_compares_hints_beyond_capacity_and_goes_on_where_it_stopp
     assert "'s4fifo': should be of lru" in run(*command[:7], "--policies", "s4fifo").stderr
 
 
+def test_caching_study_compares_what_decides_on_a_link_where_a_load_takes_longer(
+    long_prompts: Path, tmp_path: Path
+) -> None:
+    """Over it a block is loaded in 84 ms, and computed in a few."""
+    out = tmp_path / "out"
+    done = run(
+        "caching_study.py", "--data", str(long_prompts), "--host-gib", "64", "--policies", "lru", "--link", "1e8",
+        "--policy", "always-swap", "cheapest:analytic", "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {(one["arm"]["policy"], one["arm"]["cache"]): one["found"] for one in json.loads(out.read_text())["runs"]}
+    assert {one["arm"]["link"] for one in json.loads(out.read_text())["runs"]} == {"1e8"} and len(found) == 4
+    loaded = {policy: found[policy, "lru"]["prefix_hits"]["loaded_tokens"] for policy, _ in found}
+    assert loaded["always-swap"] > 0 == loaded["cheapest:analytic"]
+    first_s = {policy: found[policy, "lru"]["ttft_s"]["mean"] for policy in loaded}
+    assert first_s["cheapest:analytic"] < first_s["always-swap"]
+
+
 def test_caching_policies_says_where_there_is_nothing(tmp_path: Path) -> None:
     done = run("caching_policies.py", "--data", str(tmp_path))
     assert done.returncode == 2 and "holds no traces/mooncake_*.jsonl.gz" in done.stderr

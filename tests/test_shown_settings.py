@@ -17,7 +17,7 @@ from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm.plugin import control_file
 from kvpolicy_vllm.plugin.settings import CONNECTOR, Settings
 from kvpolicy_vllm.plugin.settings_line import read_line, server_settings
-from tests.snippets import ROOT, commands
+from tests.snippets import ROOT, commands, posted
 from tests.test_cli import run
 
 PAGES = sorted(str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
@@ -31,7 +31,7 @@ def found(pattern: str) -> list[tuple[str, str]]:
 
 LINES = found(r"\bKVPOLICY=('[^']+'|[^\s`'.][^\s`']*)")
 CONNECTORS = found(r"--kv-transfer-config\s+'(\{.*?\})'")
-BODIES = found(r"curl [^\n]* -d '(\{.*?\})'")
+BODIES = [(page, *sent) for page in PAGES if page != "CHANGELOG.md" for sent in posted(page)]
 CONTROL = found(r"\n(mkdir -p -m 700 /run/kvpolicy|\(umask 077; [^\n]*\))")
 
 
@@ -40,7 +40,7 @@ def test_they_are_found() -> None:
     assert {page for page, _ in CONNECTORS} == {
         "docs/caching.md", "docs/other-connectors.md", "docs/serving.md", "docs/tiers.md"
     }  # fmt: skip
-    assert len(BODIES) == 4 and len(CONTROL) == 4
+    assert len(BODIES) == len(found(r"\ncurl ")) == 4 and len(CONTROL) == 4
 
 
 @pytest.mark.parametrize(("page", "line"), LINES, ids=[line for _, line in LINES])
@@ -80,9 +80,10 @@ def test_vllm_takes_it_and_what_it_names_exists(page: str, text: str) -> None:
         assert getattr(offloading, policy)
 
 
-@pytest.mark.parametrize(("page", "text"), BODIES)
-def test_the_body_of_a_request_is_read(page: str, text: str) -> None:
-    body = json.loads(text.replace("[...]", "[]"))
+@pytest.mark.parametrize(("page", "path", "body"), BODIES)
+def test_the_body_of_a_request_is_read(page: str, path: str, body: dict[str, Any]) -> None:
+    """`tests/vllm/test_server.py` sends them to a server."""
+    assert page == "docs/requests.md" and path.startswith("/v1/")
     marks = read_marks(body["kv_transfer_params"]["kvpolicy"])
     assert marks != read_marks(None) and body["model"] == "LLM" and body.keys() & {"prompt", "messages"}
 

@@ -19,6 +19,8 @@ from kvpolicy.server_gain import gain_of
 from kvpolicy.server_metrics import OURS, Metrics, fetch, last_decisions
 
 DECISIONS = 8
+FILE_EVENTS = ("stored", "loaded", "store_failed", "load_failed", "late")
+"""What may become of a block that goes to files or comes from them."""
 
 
 class Watcher:
@@ -93,6 +95,7 @@ class Watcher:
                 ("host blocks in use", f"{used:g} of {slots:g}"),
                 ("in force", "; ".join(in_force)),
             ]
+            rows += [("prompts cached", _cached(now))] if now.largest(f"{OURS}cached_slots") is not None else []
         return _filled(table, rows)
 
     def _choices(self, now: Metrics) -> Table:
@@ -159,6 +162,22 @@ def _not_chosen(now: Metrics) -> Text:
     counts = sorted(now.by(f"{OURS}fallbacks_total", "reason").items())
     reasons = [f"{reason.replace('_', ' ')} {count:g}" for (reason,), count in counts if count]
     return Text(f"of these recomputed, not by choice: {', '.join(reasons)}" if reasons else "")
+
+
+def _cached(now: Metrics) -> str:
+    """What host memory and files hold of prompts and gave to requests, and what hints hold back."""
+    files = {event: now.total(f"{OURS}cache_blocks_total", tier="files", event=event) for event in FILE_EVENTS}
+    held = now.total(f"{OURS}hinted_blocks_total", event="held")
+    parts = [
+        f"{now.total(f'{OURS}cached_slots'):g} blocks in host memory",
+        f"{now.total(f'{OURS}cache_loaded_tokens_total'):g} tokens loaded",
+    ]
+    if any(files.values()):
+        failed = files["store_failed"] + files["load_failed"] + files["late"]
+        parts.append(
+            f"{files['stored']:g} blocks written to files, {files['loaded']:g} read, {failed:g} failed or late"
+        )
+    return "; ".join([*parts, f"{held:g} held back for hints"] if held else parts)
 
 
 def _mean_ms(microseconds: float, count: float) -> str:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpolicy.arrays import left_out_of_dumps
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.tiers.base import Key, Pieces
 
@@ -110,8 +111,8 @@ def checksum(pieces: Pieces) -> bytes:
 
 
 def aligned_memory(size: int) -> NDArray[np.uint8]:
-    """Zeros on memory pages of their own."""
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size]
+    """Zeros on memory pages of their own, which no core dump has."""
+    return np.frombuffer(left_out_of_dumps(mmap.mmap(-1, max(size, 1))), np.uint8)[:size]
 
 
 def is_aligned(pieces: Sequence[NDArray[np.uint8]]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ from kvpolicy.caching import ByCost
 from kvpolicy.cost.block_price import sampled
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.request_marks import HintLimits, Hints
-from kvpolicy.tiers import FileTier, digest_of_key
+from kvpolicy.tiers import FileTier, LastingTier, Tier, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport, Job, StepJobs
 from kvpolicy_vllm.plugin.rank_files import FOUND_AT_ONCE, RankFiles
+from tests.snippets import shown
 
 SEGMENTS, BLOCKS, ELEMENTS = 3, 6, 512
 BLOCK_BYTES = SEGMENTS * ELEMENTS * 2
@@ -216,4 +218,26 @@ def test_files_go_by_the_prices_of_the_step(tmp_path: Path) -> None:
     files.begin(StepJobs(1, file_prices=sampled(lambda index: 2.0 * index)))
     files.begin(StepJobs(2))
     assert isinstance(tier._policy, ByCost) and [tier._policy._price(index) for index in (0, 5, 900)] == [0, 10, 1800]
+    files.close()
+
+
+def test_the_tier_that_a_document_shows_takes_the_place_of_files() -> None:
+    """It has every method of the protocol, with its parameters; its third block finds no room."""
+    made = shown("Elsewhere", "docs/tiers.md")
+    for name, method in {**vars(Tier), **vars(LastingTier)}.items():
+        if callable(method) and not name.startswith("_"):
+            assert signature(getattr(made, name)).parameters.keys() == signature(method).parameters.keys(), name
+    device, tier = copier(), made(BLOCK_BYTES, 2 * BLOCK_BYTES)
+    device.save(Job(1, "r", (0, 1, 2), (0, 1, 2)))
+    files, chain = RankFiles(tier, device), (b"a", b"b", b"c")
+    assert files.reports() == [FileReport(ready=True)]
+    files.begin(StepJobs(1, file_stores=(FileJob(1, chain, (0, 1, 2), chain),), file_events=(FileEvent(chain),)))
+    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"c"),))]
+    files.begin(StepJobs(2, file_loads=(FileJob(2, (b"b", b"c"), (5, 6)),)))
+    assert reports(files) == [FileReport(2, failed=(digest_of_key(b"c"),))]
+    device.load(Job(2, "r", (4,), (5,)))
+    assert [load.ok for load in device.poll()] == [True]
+    assert all((segment[4] == 11 + number).all() for number, segment in enumerate(device.device_segments))
+    tier.drop([b"a"])
+    assert reports(files) == [FileReport(gone=(digest_of_key(b"a"),))] and tier.usage().blocks == 1
     files.close()

@@ -16,6 +16,7 @@ from kvpolicy.tiers import block_files
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
 from kvpolicy.tiers.block_format import NO_PARENT, PAGE, BlockLayout, BlockName, Damaged, aligned_memory, digest_of_key
 from kvpolicy.tiers.owned_folder import OwnedFolder
+from tests.mappings import refuse_dumped
 from tests.tiers.blocks import NAMESPACE, content
 
 NAME = BlockName(digest_of_key(b"a"), NO_PARENT)
@@ -178,3 +179,13 @@ def test_a_use_is_noted(place: Place) -> None:
     assert place.path.stat().st_mtime > 1
     with pytest.raises(FileNotFoundError):
         place.files.mark_used(BlockName(digest_of_key(b"b"), NO_PARENT))
+
+
+def test_what_passes_through_for_unaligned_memory_is_in_no_core_dump(place: Place) -> None:
+    """A whole block of KV goes through this memory for as long as the server runs."""
+    parts = content(b"a", SIZES[0] + 1)[1:], np.zeros(SIZES[0], np.uint8)
+    place.files.write(NAME, [parts[0]], place.scratch)
+    place.files.read(NAME, [parts[1]], place.scratch)
+    assert np.array_equal(*parts)
+    for memory in (place.scratch.block, place.scratch.header):
+        refuse_dumped(memory.ctypes.data)

@@ -56,6 +56,7 @@ MAX_ACCOUNTS = 6
 """Preemptions of the last steps, whose costs no later step has closed."""
 FEATURES = (
     "orders of service", "streaming sessions", "structured output", "LoRA", "multimodal", "priority scheduling",
+    "prompts in host memory",
 )  # fmt: skip
 """Those of the support matrix that schedules draw."""
 
@@ -83,7 +84,7 @@ class Outcome:
     """Requests with pictures for which others were displaced."""
     featured: dict[str, int] = field(default_factory=dict)
     """Swaps of requests that have one of the :data:`FEATURES`, by its name; of sessions, which are never loaded,
-    preemptions."""
+    preemptions; of prompts in host memory, loads of them."""
     cache_hits: int = 0
     """Requests that began to load what others had left in host memory."""
     cache_evicted: int = 0
@@ -364,8 +365,7 @@ class UnusedSwaps(Observer):
 
 
 class FeatureCount(Observer):
-    """Counts preemptions by the features of the support matrix that their requests have: see
-    :attr:`Outcome.featured`."""
+    """Counts what shows the features of the support matrix: see :attr:`Outcome.featured`."""
 
     def __init__(self, setup: Setup, requests: list[Request]) -> None:
         self._ranked = setup.scheduling == "priority"
@@ -380,6 +380,9 @@ class FeatureCount(Observer):
         self.counts.update(self._features[pending.identity.request_id])
         self.counts["priority scheduling"] += self._ranked
         self.counts["orders of service"] += pending.situation.cause == "displaced"
+
+    def prompt_loaded(self, request_id: str, tokens: int) -> None:
+        self.counts["prompts in host memory"] += 1
 
 
 def _features_of(request: Request) -> Iterator[str]:

@@ -55,6 +55,7 @@ def text_of(answer: dict[str, Any]) -> tuple[str, int]:
 
 
 @pytest.mark.feature("orders of service")
+@pytest.mark.feature("switching while it serves")
 def test_switched_under_load(model: str, tmp_path: Path) -> None:
     control, log, port = tmp_path / "control", tmp_path / "server.log", free_port()
     line = f"always-swap,host_gib=0.25,control={control}"
@@ -140,6 +141,7 @@ def switched(scheduler: Any, control: Path, text: str) -> str:
     return str(scheduler.kvpolicy.decider.policy.name)
 
 
+@pytest.mark.feature("switching while it serves")
 @pytest.mark.scheduler
 def test_a_model_that_was_made_anew_is_taken(model: str, tmp_path: Path) -> None:
     """Under its old name. A policy that is the same goes on, with what it has learned."""
@@ -157,6 +159,7 @@ def test_a_model_that_was_made_anew_is_taken(model: str, tmp_path: Path) -> None
     assert decider.policy is anew and not decider.shadow
 
 
+@pytest.mark.feature("switching while it serves")
 @pytest.mark.scheduler
 def test_a_policy_that_cannot_begin_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the engine does not die of it."""
@@ -170,6 +173,7 @@ def test_a_policy_that_cannot_begin_is_refused(model: str, tmp_path: Path, monke
     }
 
 
+@pytest.mark.feature("switching while it serves")
 @pytest.mark.scheduler
 def test_an_order_that_was_given_itself_serves_until_another_is_named(model: str, tmp_path: Path) -> None:
     """And again where none is named."""

@@ -22,7 +22,7 @@ from tests.tiers.blocks import files_of
 from tests.vllm import harness, test_file_index
 from tests.vllm.conftest import job
 from tests.vllm.test_faults_of_files import PATIENCE_S, engine, half_written
-from tests.vllm.test_file_index import FLEETING, Servers, counted
+from tests.vllm.test_file_index import FLEETING, POLICIES, Servers, counted
 
 MOUNTS = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "mkfs.ext4", "fsfreeze")))
 pytestmark = [pytest.mark.slow, pytest.mark.feature("prompts in files, beyond restarts")]
@@ -56,13 +56,20 @@ def stock(model: str, requests: list[dict[str, Any]], tmp_path_factory: pytest.T
 
 
 class Disk:
-    """An engine with its files on a disk of its own."""
+    """An engine with its files on a disk of its own. ``settings``: one of POLICIES."""
 
-    def __init__(self, model: str, folder: Path, stock: dict[str, Any], requests: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        stock: dict[str, Any],
+        requests: list[dict[str, Any]],
+        settings: dict[str, Any],
+    ) -> None:
         self.servers, self.folder = Servers(model, folder, stock), folder
         turns = len(requests) // 3
         waves = [[*range(at, at + turns)] for at in range(0, len(requests), turns)]
-        self.job = self.servers.job(requests, **FLEETING) | {"waves": waves}
+        self.job = self.servers.job(requests, **FLEETING | settings) | {"waves": waves}
         self.left, self.probe = folder / "left", folder / "probe"
 
     def counts(self, script: str) -> dict[str, Any]:
@@ -87,11 +94,19 @@ class Disk:
 
 
 @pytest.fixture
-def disk(model: str, stock: dict[str, Any], requests: list[dict[str, Any]], tmp_path: Path) -> Disk:
-    return Disk(model, tmp_path, stock, requests)
+def disk(
+    request: pytest.FixtureRequest, model: str, stock: dict[str, Any], requests: list[dict[str, Any]], tmp_path: Path
+) -> Disk:
+    return Disk(model, tmp_path, stock, requests, POLICIES[request.param])
+
+
+def with_policies(*names: str) -> pytest.MarkDecorator:
+    """Tests of a disk below host memory with these caching policies, and of servers that differ in all else, too."""
+    return pytest.mark.parametrize("disk", names, indirect=True)
 
 
 @mounted
+@with_policies("lru", "cost")
 def test_a_full_disk(disk: Disk) -> None:
     """What fits is stored and loaded."""
     stats = disk.counts(FULL)
@@ -101,6 +116,7 @@ def test_a_full_disk(disk: Disk) -> None:
 
 
 @mounted
+@with_policies("s3fifo", "cost")
 def test_a_disk_that_turns_read_only(disk: Disk) -> None:
     """As a file system does that has found an error on its disk. What was stored before is loaded."""
     stats = disk.counts(READ_ONLY)
@@ -110,6 +126,7 @@ def test_a_disk_that_turns_read_only(disk: Disk) -> None:
 
 
 @mounted
+@with_policies("lru", "arc")
 def test_a_disk_that_hangs(disk: Disk) -> None:
     """Nobody waits for it for longer than some seconds, and it is used again when it goes on."""
     stats = disk.counts(HANGING)
@@ -117,6 +134,7 @@ def test_a_disk_that_hangs(disk: Disk) -> None:
     assert not disk.left.read_text()
 
 
+@with_policies(*POLICIES)
 def test_files_that_are_lost_and_damaged_meanwhile(disk: Disk) -> None:
     rng, seen = random.Random(0), set[Path]()
     with engine(disk.job, disk.folder / "job") as (process, result):
@@ -127,6 +145,7 @@ def test_files_that_are_lost_and_damaged_meanwhile(disk: Disk) -> None:
             time.sleep(0.01)
         stats = disk.servers.judged("all", result())
     assert counted(stats, "load_failed") > 0 and counted(stats, "loaded") > 0
+    assert harness.total(stats, "hinted_blocks") > 0
     assert not half_written(disk.servers.files)
 
 

@@ -13,7 +13,7 @@ from tests.vllm import harness
 from tests.vllm.test_faults import BLOCK_BYTES
 from tests.vllm.test_prompt_cache import PROMPT, Served
 
-pytestmark = pytest.mark.scheduler
+pytestmark = [pytest.mark.scheduler, pytest.mark.feature("hints about KV")]
 OTHER = [*range(300, 400)]
 """As long as PROMPT: six blocks of 16 tokens and a part of a seventh."""
 

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.feature("prompts in host memory")
 @pytest.mark.parametrize("case", ["lru", pytest.param("little-room", marks=pytest.mark.slow), "failing-and-late"])
 def test_what_is_found_changes_no_token(
     case: str, model: str, turns: list[dict[str, Any]], stock: dict[str, Any], tmp_path: Path,
@@ -159,6 +160,7 @@ PROMPT = [*range(100, 200)]
 """Six blocks of 16 tokens and a part of a seventh."""
 
 
+@pytest.mark.feature("prompts in host memory")
 @pytest.mark.scheduler
 def test_what_was_computed_is_found_by_the_same_prompt_only(model: str) -> None:
     served = Served(model, enable_lora=True, max_loras=1, max_cpu_loras=2)
@@ -230,6 +232,7 @@ def test_hints_that_cannot_be_heeded_stop_nobody(model: str, monkeypatch: pytest
     assert harness.total(served.controller.stats(), "hints_failed") == 2
 
 
+@pytest.mark.feature("prompts in host memory")
 @pytest.mark.scheduler
 def test_nothing_is_found_after_a_reset(model: str) -> None:
     served = Served(model)
@@ -255,6 +258,7 @@ def test_requests_that_may_not_read_the_cache_do_not(model: str) -> None:
     assert served.found(served.request(PROMPT, resumable=True)) == 0
 
 
+@pytest.mark.feature("prompts in host memory")
 @pytest.mark.scheduler
 @pytest.mark.parametrize(
     ("policy", "short", "long"), [("always-recompute", 0, 0), ("threshold:150", 0, 192), ("always-swap", 96, 192)]

@@ -17,7 +17,9 @@ from tests.priced import Priced
 from tests.vllm import alone, harness
 from tests.vllm.test_prompt_cache import PROMPT, Served
 
-pytestmark = pytest.mark.scheduler
+pytestmark = [pytest.mark.scheduler, pytest.mark.feature("prompts in files, beyond restarts")]
+BLOCK_BYTES = alone.BLOCK * 4096
+"""Of these tests' model a token takes 4 KiB."""
 
 
 class Rank(alone.Worker):
@@ -77,7 +79,11 @@ def test_a_salt_finds_its_own_blocks_only(model: str) -> None:
     served.serve(served.request(PROMPT), served.request(plain, cache_salt="one"))
     assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded") == 0
     served.serve(served.request(PROMPT, cache_salt="one"))
-    assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded") == 6
+    stats = served.controller.stats()
+    assert harness.total(stats, "cache_blocks", tier="files", event="loaded") == 6
+    stored = harness.total(stats, "cache_blocks", tier="files", event="stored")
+    moved = [harness.total(stats, "cache_file_bytes", direction=way) for way in ("read", "write")]
+    assert moved == [6 * BLOCK_BYTES, stored * BLOCK_BYTES] and stored >= 15
 
 
 @pytest.mark.parametrize("load_s", [0.001, 1.0], ids=["fast", "slow"])
@@ -100,7 +106,7 @@ def test_only_what_is_loaded_faster_than_computed_is_stored(load_s: float, model
 @pytest.mark.parametrize("load_s", [0.001, 1.0], ids=["fast", "slow"])
 def test_what_host_memory_would_leave_out_goes_to_files_where_that_pays(load_s: float, model: str) -> None:
     """The policy would keep what came first for good: it gives up what came last for what only passes through."""
-    host_gib = 80.5 * alone.BLOCK * 4096 / GIB  # a token takes 4 KiB
+    host_gib = 80.5 * BLOCK_BYTES / GIB
     served = WithFiles(model, load_s, cache="python:tests.caching.reluctant:Reluctant", host_gib=host_gib)
     served.serve(served.request(PROMPT))
     served.push_out()

@@ -31,6 +31,7 @@ from kvpolicy.cli.screen import DECISIONS
 from kvpolicy.settings import ServerSettings
 from kvpolicy.simulator.trace_workload import RecordedRequests
 from tests.policy.ten_line_policy import Longer
+from tests.snippets import posted
 from tests.vllm import harness
 from tests.vllm.test_own_policy import OWN
 
@@ -132,10 +133,14 @@ def complete(
         "ignore_eos": True,
         **more,
     }
-    headers = {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
-    request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-        return dict(json.loads(answer.read())) | {"wanted": body["max_tokens"]}
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    return post(f"{base}/v1/completions", body, **headers) | {"wanted": body["max_tokens"]}
+
+
+def post(url: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    sent = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"} | headers)
+    with urllib.request.urlopen(sent, timeout=PATIENCE_S) as answer:
+        return dict(json.loads(answer.read()))
 
 
 def all_answered(base: str, clients: int, number: int, cores: int = 1) -> None:
@@ -294,18 +299,21 @@ def test_terminated_right_after_the_last_answer(model: str, tmp_path: Path) -> N
 
 
 def test_started_from_python(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kvpolicy.serve` with a policy of one's own: it is checked and answers, decides by that policy, and ends when it
-    is told to."""
+    """`kvpolicy.serve` with a policy of one's own: it is checked and answers, also what the documents send it, decides
+    by that policy, and ends when it is told to."""
     port, log = free_port(), tmp_path / "none"
     for name, value in harness.environment(1, multiprocess=True).items():
         monkeypatch.setenv(name, value)
     log.write_text("its output is that of the tests")
-    settings = ServerSettings(OWN, host_gib=0.25, trace=tmp_path / "trace", allow_python_policies=True)
+    settings = ServerSettings(OWN, host_gib=0.25, trace=tmp_path / "trace", allow_python_policies=True, cache="lru")
     process = kvpolicy.serve(model, settings, vllm_flags(port))
     try:
         base = f"http://127.0.0.1:{port}"
         wait_for(base, process, log)
         assert complete(base, 0, (5, 5))["wanted"] == 5
+        answers = [post(base + path, body | {"model": "small"}) for path, body in posted("docs/requests.md")]
+        assert len(answers) == 4 and all(answer["usage"]["completion_tokens"] > 0 for answer in answers)
+        assert not metrics(base)["invalid_marks_total"] + metrics(base)["hints_failed_total"]
     finally:
         process.terminate()
         process.wait(timeout=PATIENCE_S)

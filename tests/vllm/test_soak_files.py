@@ -7,6 +7,7 @@ vLLM's scheduler alone drives the worker: every position that a step reads is co
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvpolicy.caching import KINDS
 from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport
 from tests.vllm import fuzz, harness
@@ -28,6 +30,9 @@ HINTS: tuple[dict[str, Any], ...] = (
     {}, {}, {"keep_s": 100, "session": "a"}, {"keep_s": 1, "session": "b"}, {"session": "a", "ended": True},
     {"once": True}, {"once": True, "pin": 40}, {"pin": True},
 )  # fmt: skip
+DEAR, RELUCTANT = "python:tests.priced:dear", "python:tests.caching.reluctant:Reluctant"
+"""A policy by whose prices a load always pays, and a caching policy that never makes room for newcomers."""
+FILE_POLICIES = tuple(KINDS)
 FEW, MANY = range(3), range(3, 60)
 
 
@@ -39,11 +44,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def setup_of(seed: int, **fixed: Any) -> Setup:
     rng = random.Random(f"files {seed}")
     drawn: dict[str, Any] = {
-        "cache": rng.choice(["lru", "arc", "s3fifo", "cost"]), "host_gib": rng.choice([0.001, 0.002, 0.005]),
+        "cache": rng.choice([*KINDS, "cost", RELUCTANT]), "host_gib": rng.choice([0.001, 0.002, 0.005]),
         "ranks": rng.choice([1, 1, 2]), "resets": rng.choice(["none", "weights", "cache"]),
         "harried": rng.random() < 0.5, "copies_fail": rng.random() < 0.5, "asynchronous": rng.random() < 0.5,
         "order": rng.choice(["fcfs", "urgent", "mlfq:base=4", "reserve:.2"]),
-        "policy": rng.choice(["always-swap", "always-swap", "threshold:64"]), "adapters": 0, "pictures": 0,
+        "policy": rng.choice(["always-swap", "threshold:64", DEAR]), "adapters": 0, "pictures": 0,
     }  # fmt: skip
     return Setup.draw(seed, **CACHED | drawn | fixed)
 
@@ -72,9 +77,10 @@ def served(
 ) -> tuple[list[str], fuzz.Schedule]:
     """What was wrong, and the schedule, at whose end no file is being read or written."""
     plugin = harness.plugin
+    below = {"cache_files": str(folder), "cache_files_policy": FILE_POLICIES[setup.seed % len(FILE_POLICIES)]}
     patch.setenv("PYTHONHASHSEED", "0")
     patch.setattr(fuzz, "SymbolicWorker", worker)
-    patch.setattr(harness, "plugin", lambda policy, **more: plugin(policy, **more, cache_files=str(folder)))
+    patch.setattr(harness, "plugin", lambda policy, **more: plugin(policy, **more | below))
     made = fuzz.Schedule(setup, model)
     controller, rng = made.scheduler.kvpolicy, random.Random(f"hints {setup.seed}")
     files = controller.prompts.files
@@ -94,6 +100,8 @@ def served(
     return problems + [f"counted {name}" for name, count in counted.items() if count], made
 
 
+@pytest.mark.feature("prompts in files, beyond restarts")
+@pytest.mark.feature("hints about KV")
 @pytest.mark.parametrize("seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)])
 def test_nothing_wrong_is_found_and_nothing_stays(
     seed: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +117,29 @@ def test_blocks_come_from_files(ranks: int, model: Path, tmp_path: Path, monkeyp
     setup = setup_of(3, host_gib=0.005, cache="lru", ranks=ranks, requests=60, **sure)
     problems, made = served(setup, model, tmp_path, monkeypatch)
     assert problems == [] and all(worker.brought > 5 for worker in made.workers)
+
+
+@pytest.mark.parametrize("cache", ["cost", RELUCTANT])
+@pytest.mark.parametrize("seed", [1, 4])
+def test_what_passes_through_host_memory_to_files_is_whole(
+    seed: int, cache: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caching policy would leave it out, in the place of what it gives up first; copies and files fail, and both
+    are late."""
+    handed_on: list[Hashable] = []
+    takes = FileIndex.takes
+
+    def watched(index: FileIndex, key: Hashable, blocks: int) -> bool:
+        taken = takes(index, key, blocks)
+        handed_on.extend([key] * taken)
+        return taken
+
+    monkeypatch.setattr(FileIndex, "takes", watched)
+    faulty: dict[str, Any] = {"copies_fail": True, "max_late_steps": 4, "harried": True, "resets": "cache"}
+    setup = setup_of(seed, host_gib=0.002, cache=cache, policy=DEAR, requests=60, **faulty)
+    problems, made = served(setup, model, tmp_path, monkeypatch)
+    assert problems == [] and len(handed_on) > 20
+    assert all(worker.stored > 20 for worker in made.workers)
 
 
 @pytest.mark.parametrize("seed", [2, 5])

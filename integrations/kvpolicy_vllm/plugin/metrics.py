@@ -53,6 +53,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cache_hit_tokens": ("Tokens that these went on for.", ("tier", "outcome")),
     "cache_loaded_tokens": ("Tokens loaded from the cache of prompts.", ("tier",)),
     "cache_blocks": ("KV blocks stored in the cache of prompts, refused by it, or evicted.", ("tier", "event")),
+    "cache_file_bytes": ("Bytes of KV blocks written to files and read from them, all ranks.", ("direction",)),
     "cache_undecided": ("Times that deciding whether to load a prompt, or what a block of it is worth, failed.", ()),
     "cache_failed": ("Times that a caching policy failed; lru took its place.", ("method",)),
     "hinted_blocks": ("KV blocks of the cache of prompts by what became of hints about them.", ("event",)),
@@ -104,6 +105,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
 
 FROM_ZERO = (
     "fallbacks|reason=error", "control_changes|result=applied", "control_changes|result=refused", "records_dropped",
+    "displaced", "displaced_in_vain",
 )  # fmt: skip
 """Counters that are there from the start. Prometheus takes one that appears with its first count for one that has not
 risen, and an alert on the rise would miss it."""

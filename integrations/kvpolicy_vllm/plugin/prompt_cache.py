@@ -27,6 +27,8 @@ from kvpolicy_vllm.plugin.observers import Observers, Tally
 from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
 
 FILE_TIER = "files"
+MOVED = {"stored": "write", "loaded": "read"}
+"""What moves the bytes of blocks to files and from them, and which way."""
 KEY, PLACE = attrgetter("block_hash"), attrgetter("block_id")
 """Of vLLM's blocks of the device. A prompt has many: they are read in one call."""
 HINT_COUNTS = attrgetter(*EVENTS)
@@ -88,8 +90,12 @@ class PromptCache:
         goes by prices."""
 
         def count(event: str, blocks: int) -> None:
-            if blocks:
-                self._tally.add("cache_blocks", blocks, tier=FILE_TIER, event=event)
+            if not blocks:
+                return
+            self._tally.add("cache_blocks", blocks, tier=FILE_TIER, event=event)
+            if event in MOVED:
+                moved_bytes = blocks * self._copies.block_bytes * ranks
+                self._tally.add("cache_file_bytes", moved_bytes, direction=MOVED[event])
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)

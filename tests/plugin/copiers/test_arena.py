@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from pathlib import Path
 
 import pytest
 
@@ -15,30 +14,14 @@ from kvpolicy_vllm.plugin.copiers.arena import host_arena
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
 from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
+from tests.mappings import mapping_of, refuse_dumped
 from tests.plugin.copiers.segments import made_segments
 
 POOL_BYTES = 64 * mmap.PAGESIZE
 
 
-def mapping_of(address: int) -> dict[str, str]:
-    """What /proc says of the mapping that an address is in."""
-    found: dict[str, str] = {}
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split(maxsplit=1)[0]
-        if "-" in first and not first.endswith(":"):
-            begin, end = (int(edge, 16) for edge in first.split("-"))
-            found = {"range": line} if begin <= address < end else {}
-        elif found:
-            name, _, value = line.partition(":")
-            found[name] = value.strip()
-            if name == "VmFlags":
-                return found
-    raise AssertionError(f"no mapping holds {address:#x}")
-
-
 def refuse_unguarded(memory: torch.Tensor) -> None:
-    mapping = mapping_of(memory.data_ptr())
-    assert "dd" in mapping["VmFlags"].split(), "would be in a core dump"
+    mapping = refuse_dumped(memory.data_ptr())
     assert int(mapping["Rss"].split()[0]) * 1024 >= memory.nbytes, "is not touched"
     assert not memory.any()
 
@@ -54,8 +37,7 @@ def test_an_arena() -> None:
 def test_the_pool_of_a_copier(kind: type[IndexingCopier]) -> None:
     copier = kind(made_segments((torch.float32, torch.bfloat16)), 2000, False, None)
     for segment in copier.host_segments:
-        mapping = mapping_of(segment.data_ptr())
-        assert "dd" in mapping["VmFlags"].split() and int(mapping["Rss"].split()[0]) > 0
+        assert int(refuse_dumped(segment.data_ptr())["Rss"].split()[0]) > 0
 
 
 def test_a_pool_that_ranks_share() -> None:

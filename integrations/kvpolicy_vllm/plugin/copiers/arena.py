@@ -8,6 +8,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from kvpolicy.arrays import left_out_of_dumps
+
 
 def host_arena(slots: int, block_bytes: int) -> torch.Tensor:
     """Bytes of shape (slots, block_bytes), on memory pages of their own: whole pages are locked, and two locked ranges
@@ -19,10 +21,9 @@ def host_arena(slots: int, block_bytes: int) -> torch.Tensor:
 def guarded(pages: mmap.mmap, touch: bool = True) -> mmap.mmap:
     """The pages, left out of core dumps, and touched: what is promised is there, or it fails at the start.
 
-    A core dump of a server would otherwise hold the KV of its users. Without ``touch``, for those whom another process
-    touches.
+    Without ``touch``, for those whom another process touches.
     """
-    pages.madvise(mmap.MADV_DONTDUMP)
+    left_out_of_dumps(pages)
     if touch:
         torch.frombuffer(pages, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
     return pages
