@@ -1,10 +1,13 @@
 """Write the tables of docs/demo.md from docs/demo-runs.json: `python tools/demo_runs.py [--gather FOLDER ...]`.
 
 FOLDER: where `kvpolicy demo --out FOLDER` wrote demo.json, or that file. Each is a run of the whole demo. `--gather`
-replaces the runs in docs/demo-runs.json by these, in this order, and keeps what the tables need: every arm's figures by
-round, seconds, load averages, what a preemption cost, and versions; no name and no path of the machine. What stands
-between the comments `<!-- demo runs: TABLE -->` and `<!-- demo runs: end -->` is redrawn; TABLE is `repeats` or
+replaces the runs in docs/demo-runs.json by these, in this order, and keeps what the tables need: the seed, every arm's
+figures by round, seconds, load averages, what a preemption cost, and versions; no name and no path of the machine. What
+stands between the comments `<!-- demo runs: TABLE -->` and `<!-- demo runs: end -->` is redrawn; TABLE is `repeats` or
 `pooled`. With `--show FOLDER ...` the tables of these runs are printed, and nothing is written.
+
+Runs of one seed serve the same requests in round k of a scenario: such a round of a seed is a load. Over several runs
+the unit is the load, not the round of a run: rounds with the same requests are no independent measurements.
 """
 
 from __future__ import annotations
@@ -13,32 +16,37 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from kvpolicy.headroom import share_text
-from kvpolicy.stats import Ratio, geometric_means, student_ratio
+from kvpolicy.stats import Ratio, student_ratio
 from kvpolicy.study.demo_report import DEMO_JSON, TITLES, WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RAW = ROOT / "docs" / "demo.md", ROOT / "docs" / "demo-runs.json"
 END = "<!-- demo runs: end -->"
 BLOCK = re.compile(rf"<!-- demo runs: (?P<table>\w+) -->\n.*?{END}", re.DOTALL)
-MIN_RUNS = 5
-"""From so many runs on, an interval is over runs; before, over the rounds of all runs."""
+STATE = "state.json"
+"""Of a demo's folder: its arguments and versions, which the demo.json of earlier versions lacks."""
 DIGITS = 6
 BOUND = ("tax", "recompute_token_s", "decode_token_s", "price_ratio", "bound")
+ALIKE = ("cpus", "link")
+"""What runs have to have in common, beside what :func:`shape_of` says of each scenario."""
+WORKLOAD = ("requests", "device_blocks", "block_size")
 Run = Mapping[str, Any]
 """A run as docs/demo-runs.json holds it."""
+Load = tuple[int, int]
+"""Seed and number of a round."""
 
 
 # ---- raw numbers ----
 
 
 def gathered(folder: Path) -> dict[str, Any]:
-    """What the tables need of a demo's folder. Raises SystemExit, naming the file, for anything but a live demo."""
+    """What the tables need of a demo's folder. Raises SystemExit, naming the file, for anything but a live demo whose
+    seed is known."""
     file = folder / DEMO_JSON if folder.is_dir() else folder
     try:
         demo = json.loads(file.read_text())
@@ -50,9 +58,9 @@ def gathered(folder: Path) -> dict[str, Any]:
     machine = demo["machine"]
     return rounded(
         {
-            "kvpolicy": version("kvpolicy"),
-            "engine": engine_of(file.parent),
+            **begun(file, demo),
             "cpus": machine["cpus"],
+            "link": demo["link"],
             "load": [machine["load_before"], machine["load_after"]],
             "seconds": demo["seconds"],
             "capacity_per_s": demo["capacity_per_s"],
@@ -62,6 +70,7 @@ def gathered(folder: Path) -> dict[str, Any]:
             "scenarios": {
                 name: {
                     "served": one["served"],
+                    "workload": {key: one["workload"][key] for key in WORKLOAD},
                     "headline": headline_of(headlines[name], one["figures"]),
                     "figures": one["figures"],
                     "preemptions": {arm: values["preemptions"] for arm, values in one["policies"].items()},
@@ -78,10 +87,23 @@ def headline_of(name: str, figures: Mapping[str, Mapping[str, Sequence[float]]])
     return max((figure for figure in own if WORDS[figure] in name), key=lambda figure: len(WORDS[figure]))
 
 
-def engine_of(folder: Path) -> str | None:
-    """Engine and version, by the header of a trace that the demo recorded; None where it left none."""
-    headers = sorted(folder.glob("traces/*/core-*/header.json"))
-    return json.loads(headers[0].read_text())["engine"] if headers else None
+def begun(file: Path, demo: Mapping[str, Any]) -> dict[str, Any]:
+    """The seed and the versions that a demo ran with; where it is of a version that did not write them, as its folder
+    has them."""
+    state = file.parent / STATE
+    asked = demo
+    if not {"seed", "versions"} <= demo.keys():
+        try:
+            asked = json.loads(state.read_text())["asked"]
+        except (OSError, ValueError, LookupError, TypeError):
+            asked = {}
+    found = {name: asked.get(name) for name in ("seed", "versions")}
+    if not isinstance(found["seed"], int) or not isinstance(found["versions"], dict):
+        raise SystemExit(
+            f"{file}: should have seed and versions, or {STATE} beside it: by the seed it is known which rounds of "
+            "several runs had the same requests"
+        )
+    return found
 
 
 def rounded(value: Any) -> Any:
@@ -103,42 +125,44 @@ def text_of(runs: Sequence[Run]) -> str:
 
 
 def refuse_unlike(runs: Sequence[Run]) -> None:
-    """Raises SystemExit where a run has other loads, arms, figures or numbers of requests than the first one, or its
-    tokens were not exact."""
+    """Raises SystemExit where a run has another machine, other scenarios, memory, arms, figures or numbers of requests
+    than the first one, or its tokens were not exact."""
     for number, run in enumerate(runs, 1):
         if not run["exact"]:
             raise SystemExit(f"run {number}: tokens were not those of unmodified vLLM, so that no figure of it counts")
-        for load, shape in shape_of(runs[0]).items():
-            if shape_of(run).get(load) != shape:
-                raise SystemExit(f"run {number}: {load} should have the requests, arms and figures of run 1's: {shape}")
+        own, first = shape_of(run), shape_of(runs[0])
+        for name in (*first, *own):
+            if own.get(name) != first.get(name):
+                raise SystemExit(f"run {number}: {name} is {own.get(name)}, should be {first.get(name)}, as in run 1")
 
 
 def shape_of(run: Run) -> dict[str, Any]:
-    return {
-        name: (one["served"].partition(",")[0], {arm: [*figures] for arm, figures in one["figures"].items()})
-        for name, one in run["scenarios"].items()
-    }
+    """What makes runs comparable, by name."""
+    shape = {name: run[name] for name in ALIKE}
+    for scenario, one in run["scenarios"].items():
+        shape |= {f"{name} of {scenario}": value for name, value in one["workload"].items()}
+        shape[f"arms and figures of {scenario}"] = {arm: [*figures] for arm, figures in one["figures"].items()}
+    return shape
 
 
 # ---- ratios ----
 
 
-def ratio_of(run: Run, load: str, figure: str, arm: str) -> Ratio:
-    """An arm over stock vLLM, the first arm, over the rounds of one run."""
-    return pooled([run], load, figure, arm)
+def by_load(runs: Iterable[Run], scenario: str, arm: str, figure: str) -> dict[Load, list[float]]:
+    """A figure of an arm by load, one value for every run that served it."""
+    found: dict[Load, list[float]] = {}
+    for run in runs:
+        for round_, value in enumerate(run["scenarios"][scenario]["figures"][arm][figure]):
+            found.setdefault((run["seed"], round_), []).append(value)
+    return found
 
 
-def pooled(runs: Sequence[Run], load: str, figure: str, arm: str) -> Ratio:
-    """Over all runs: of a run its geometric mean over rounds counts once, or, where there are fewer than
-    :data:`MIN_RUNS`, every round does."""
-    values, stock, groups = [], [], []
-    for number, run in enumerate(runs):
-        figures = run["scenarios"][load]["figures"]
-        own, other = figures[arm][figure], figures[next(iter(figures))][figure]
-        values, stock, groups = [*values, *own], [*stock, *other], [*groups, *[number] * len(own)]
-    if len(runs) >= MIN_RUNS:
-        return student_ratio(geometric_means(values, groups), geometric_means(stock, groups))
-    return student_ratio(values, stock)
+def pooled(runs: Sequence[Run], scenario: str, figure: str, arm: str) -> Ratio:
+    """An arm over stock vLLM, the first arm: of each load the geometric mean over the runs that served it, with
+    Student's interval over loads."""
+    stock = next(iter(runs[0]["scenarios"][scenario]["figures"]))
+    above, below = (by_load(runs, scenario, one, figure) for one in (arm, stock))
+    return student_ratio([*map(geometric_mean, above.values())], [*map(geometric_mean, below.values())])
 
 
 def shown(ratio: Ratio) -> str:
@@ -151,9 +175,9 @@ def shown(ratio: Ratio) -> str:
 
 
 def repeats(runs: Sequence[Run]) -> list[str]:
-    """A row a run: its headlines, what preemptions cost, its seconds and the load of the machine."""
+    """A row a run: its headlines over its rounds, what preemptions cost, its seconds and the load of the machine."""
     judged = [(name, one["headline"], [*one["figures"]][-1]) for name, one in runs[0]["scenarios"].items()]
-    heads = ["run", *(f"{WORDS[figure]}, {arm} over vllm" for _, figure, arm in judged)]
+    heads = ["run", "seed", *(f"{WORDS[figure]}, {arm} over vllm" for _, figure, arm in judged)]
     heads += ["capacity, requests/s", "p / d; bound", "seconds", "load average, before and after"]
     rows = []
     for number, run in enumerate(runs, 1):
@@ -162,7 +186,8 @@ def repeats(runs: Sequence[Run]) -> list[str]:
         rows.append(
             [
                 str(number),
-                *(shown(ratio_of(run, *one)) for one in judged),
+                str(run["seed"]),
+                *(shown(pooled([run], *one)) for one in judged),
                 f"{run['capacity_per_s']:.2f}",
                 f"{bound['price_ratio']:.2f}; {share_text(bound['bound'])}" if known else "-",
                 f"{run['seconds']['in all']:,.0f}",
@@ -173,47 +198,42 @@ def repeats(runs: Sequence[Run]) -> list[str]:
 
 
 def versions_of(runs: Sequence[Run]) -> str:
-    names = dict.fromkeys(f"kvpolicy {run['kvpolicy']} on {run['engine'] or 'vLLM'}" for run in runs)
+    names = dict.fromkeys("kvpolicy {kvpolicy} on vLLM {vllm}".format(**run["versions"]) for run in runs)
     tokens = sum(run["tokens"] for run in runs)
     return f"{' and '.join(names)}, {tokens:,} tokens in all, which were those of unmodified vLLM"
 
 
 def pooled_tables(runs: Sequence[Run]) -> list[str]:
-    """One table a load: stock vLLM's means, and the ratios of the other arms over all runs."""
+    """One table a scenario: stock vLLM's means, and the ratios of the other arms over all loads."""
     lines: list[str] = []
-    for load, first in runs[0]["scenarios"].items():
+    for scenario, first in runs[0]["scenarios"].items():
         stock, *others = first["figures"]
         figures = sorted(first["figures"][stock], key=lambda figure: figure != first["headline"])
-        rows = [[stock, *(number_text(fmean(all_rounds(runs, load, stock, figure))) for figure in figures)]]
-        rows += [[arm, *(shown(pooled(runs, load, figure, arm)) for figure in figures)] for arm in others]
-        lines += [f"{load[0].upper()}{load[1:]}:", "", *table(["arm", *(TITLES[f] for f in figures)], rows), ""]
-    return [*lines, how(runs)]
+        means = (fmean(map(fmean, by_load(runs, scenario, stock, figure).values())) for figure in figures)
+        rows = [[stock, *map(number_text, means)]]
+        rows += [[arm, *(shown(pooled(runs, scenario, figure, arm)) for figure in figures)] for arm in others]
+        lines += [f"{scenario[0].upper()}{scenario[1:]}:", "", *table(["arm", *(TITLES[f] for f in figures)], rows), ""]
+    return [*lines, *how(runs)]
 
 
 def number_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def how(runs: Sequence[Run]) -> str:
-    rounds = sum(len(all_rounds([run], *first_of(run))) for run in runs)
-    unit = (
-        f"the {len(runs)} runs, of which each counts once, by its geometric mean over rounds"
-        if len(runs) >= MIN_RUNS
-        else f"all {rounds} rounds of the runs above"
-    )
-    return (
-        "First row: means. Below: ratios over it, geometric means with Student's 95% interval over\n"
-        f"{unit}. Each interval is by itself."
-    )
-
-
-def first_of(run: Run) -> tuple[str, str, str]:
-    load, one = next(iter(run["scenarios"].items()))
-    return load, next(iter(one["figures"])), one["headline"]
-
-
-def all_rounds(runs: Iterable[Run], load: str, arm: str, figure: str) -> list[float]:
-    return [value for run in runs for value in run["scenarios"][load]["figures"][arm][figure]]
+def how(runs: Sequence[Run]) -> list[str]:
+    """What the intervals are over."""
+    scenario, one = next(iter(runs[0]["scenarios"].items()))
+    served = [*map(len, by_load(runs, scenario, next(iter(one["figures"])), one["headline"]).values())]
+    seeds = len({run["seed"] for run in runs})
+    low, high = min(served), max(served)
+    times = f"{low} to {high} times" if low < high else f"{low} time{'s' * (low > 1)}"
+    return [
+        "First row: means. Below: ratios over it, geometric means with Student's 95% interval over "
+        f"{len(served)} loads,",
+        f"each served {times}, over which its ratios are averaged first. The loads are of {seeds} "
+        f"seed{'s' * (seeds > 1)}.",
+        "Each interval is by itself.",
+    ]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

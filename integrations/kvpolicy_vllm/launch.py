@@ -154,6 +154,15 @@ def _flags_in_file(path: Path) -> list[tuple[str, str]]:
     return [(f"--{key}", f" in {path}") for key in settings]
 
 
+def has_any(vllm_flags: Sequence[str], names: Iterable[str]) -> bool:
+    """Whether vLLM may read one of these flags in what is given, on the command line or in its ``--config`` file.
+
+    Raises InputError for such a file that cannot be read.
+    """
+    present_flags = _present_flags(vllm_flags)
+    return any(_may_mean(flag, name, "--") for flag, _ in present_flags for name in names)
+
+
 def _may_mean(flag: str, meant: str, ambiguous: str) -> bool:
     """Whether vLLM may read ``flag`` as ``meant``.
 

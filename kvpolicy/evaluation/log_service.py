@@ -40,6 +40,7 @@ def log_service(traces: Sequence[Trace], slo: Slo = NO_SLO) -> dict[str, ClassSu
                 nan,
                 row.get("ttft_deadline_s"),
                 row.get("tpot_deadline_s"),
+                row["prompt_tokens"],
             )
     return {name: _summary(list(tallies[name].values())) for name in sorted(tallies)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel, FittedModel, ModelError
@@ -24,8 +23,7 @@ def pricing_warnings(
     """
     found: dict[str, None] = {}
     for label in policies:
-        with suppress(InputError):  # another version's label
-            found |= dict.fromkeys(_of_name(model_in(label)))
+        found |= dict.fromkeys(_of_label(label))
     if cost_model is not None:
         found |= dict.fromkeys(_misfits(cost_model, headers))
         if isinstance(cost_model, FittedModel):
@@ -33,25 +31,42 @@ def pricing_warnings(
     return tuple(found)
 
 
-def _of_name(name: str) -> list[str]:
+def _of_label(label: str) -> list[str]:
+    """What is said of the model that a policy's label names. It is looked up by this name: the server may have had
+    another one under it, as before a training."""
     try:
-        return [*_compared(cost.load(name))] if name else []
-    except (ModelError, OSError):
-        return [
-            f"cost model {name} cannot be read here: whether it did better than a threshold on the states that "
-            "training held out is not known"
-        ]
+        name = model_in(label)
+    except InputError:  # another version's label
+        return []
+    if not name:
+        return []
+    try:
+        return [*_compared(cost.load(name), ", as it is here now,")]
+    except (ModelError, OSError) as error:
+        return [_unreadable(name, error)]
 
 
-def _compared(model: FittedModel) -> Iterator[str]:
-    """What training said of it; nothing of an untrained model, or of one that an earlier version trained."""
-    stored = Difference.from_card(model.provenance.held_out)
+def _compared(model: FittedModel, where: str = "") -> Iterator[str]:
+    """What training said of it; nothing of an untrained model, or of one that an earlier version trained. ``where``:
+    words behind its name."""
+    try:
+        stored = Difference.from_card(model.provenance.held_out)
+    except InputError as error:  # of a card that was edited
+        yield _unreadable(model.name, error)
+        return
     if stored is not None and stored[1].high_s >= 0.0:
         rule, difference = stored
         yield (
-            f"cost model {model.name} did no better than {rule} on the {difference.states} {difference.unit}s that "
-            f"training held out, so that {rule}, which needs no prices, may do as well as it: {difference.text()}"
+            f"cost model {model.name}{where} did no better than {rule} on the {difference.states} {difference.unit}s "
+            f"that training held out, so that {rule}, which needs no prices, may do as well as it: {difference.text()}"
         )
+
+
+def _unreadable(name: str, error: Exception) -> str:
+    return (
+        f"cost model {name} cannot be read here: {error}: whether it did better than a threshold on the states that "
+        "training held out is not known"
+    )
 
 
 def _misfits(model: CostModel, headers: Iterable[Header]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,8 @@ class ShadowSavings:
     """How far the prices are to be trusted; see :mod:`kvpolicy.evaluation.pricing_model`."""
     traces: tuple[str, ...] = ()
     """As they were named."""
+    between: tuple[str, str] | None = None
+    """The window of time, as it was given; None for all of it."""
 
     @property
     def share_of_busy(self) -> float | None:
@@ -182,7 +184,7 @@ class ShadowSavings:
         for warning in self.warnings:
             yield f"warning: {warning}"
         if NOT_PREDICTED in self.untold:
-            named = shlex.join(self.traces)
+            named = shlex.join([*self.traces, *(("--between", *self.between) if self.between else ())])
             yield f"for prices: kvpolicy shadow {named} --cost-model NAME, of `kvpolicy train` for this server"
         for assumption in ASSUMPTIONS:
             yield f"assumes: {assumption}"
@@ -239,7 +241,8 @@ def shadow_savings(
     for folder in folders:
         if folders.count(folder) > 1:
             raise InputError(f"{folder}: given twice")
-    return savings_of(trace_files.read_between(folders, between, "decisions"), cost_model)
+    found = savings_of(trace_files.read_between(folders, between, "decisions"), cost_model)
+    return replace(found, traces=tuple(folders), between=None if between is None else (between[0], between[1]))
 
 
 def savings_of(by_name: Mapping[str, Trace], cost_model: CostModel | None = None) -> ShadowSavings:

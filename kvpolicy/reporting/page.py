@@ -29,6 +29,7 @@ from kvpolicy.reporting.measurements import Material
 from kvpolicy.reporting.model_figures import draw_boundary, draw_calibration, draw_regret
 from kvpolicy.reporting.model_section import FIXED, LEARNED_NAME, Learned, coverage
 from kvpolicy.trace import Header
+from kvpolicy.trace.window import Window
 from kvpolicy.version import __version__
 
 TITLES = {
@@ -89,8 +90,8 @@ def write_figures(drawings: Sequence[Drawing], folder: Path) -> tuple[Path, ...]
     return tuple(path for drawing in drawings for path in write(drawing.figure, folder, drawing.file_name(groups)))
 
 
-def render(groups: Sequence[Group], drawings: Sequence[Drawing], seed: int) -> str:
-    """The whole page."""
+def render(groups: Sequence[Group], drawings: Sequence[Drawing], seed: int, window: Window | None) -> str:
+    """The whole page. ``window``: the one that it is of; None for whole traces."""
     inlined = {
         (drawing.group, drawing.name): inline(drawing.figure, f"{drawing.group}-{drawing.name}", drawing.name)
         for drawing in drawings
@@ -103,6 +104,7 @@ def render(groups: Sequence[Group], drawings: Sequence[Drawing], seed: int) -> s
             figures=[{"name": name, "title": TITLES[name], "paper": PAPER[name]} for name in FIGURES],
             version=__version__,
             seed=seed,
+            window="" if window is None else window.text(),
             simulated=any(group.material.header.link["kind"] == "simulated" for group in groups),
             on_cpu=any(group.material.header.hardware["device"] == "cpu" for group in groups),
         )

@@ -22,7 +22,7 @@ from kvpolicy.reporting.group import Group, link_name
 from kvpolicy.reporting.measurements import material
 from kvpolicy.reporting.model_section import Learned, learned, of_window
 from kvpolicy.trace import Header, Trace, TraceError
-from kvpolicy.trace.window import joined
+from kvpolicy.trace.window import Window, joined, read_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,14 @@ class StudyReport:
     groups: tuple[Group, ...]
     out: Path
     figures: tuple[Path, ...]
+    window: Window | None = None
+    """The window of time that all groups are of; None for whole traces."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             group.name: {
                 "traces": [str(folder) for folder in group.folders],
+                "window": None if self.window is None else asdict(self.window),
                 "findings": [finding.to_dict() for finding in group.findings],
                 "missing": dict(group.missing),
                 "headroom": {state: won.to_dict() for state, won in group.headrooms.items()},
@@ -46,7 +49,7 @@ class StudyReport:
         }
 
     def text(self) -> str:
-        lines = []
+        lines = [] if self.window is None else [self.window.text()]
         for group in self.groups:
             lines += [f"{group.name}: {group.verdict()}"]
             for figure in FIGURES:
@@ -111,16 +114,18 @@ def report(
     _refuse_no_page(out)
     refuse_non_integer("seed", seed, AMOUNT)
     grouped = _grouped(traces)
+    window = None
     if between is None:
         groups = tuple(_group(name, folders, cost_model, seed) for name, folders in grouped.items())
     else:
-        groups = tuple(_groups_of_window(grouped, between, cost_model, seed))
+        found, window = read_window([folder for folders in grouped.values() for folder in folders], between)
+        groups = tuple(_groups_of_window(grouped, found, cost_model, seed))
     if figures is not None:
         Path(figures).mkdir(parents=True, exist_ok=True)
     drawings = page.draw_all(groups)
-    out.write_text(page.render(groups, drawings, seed), encoding="utf-8")
+    out.write_text(page.render(groups, drawings, seed, window), encoding="utf-8")
     written = () if figures is None else page.write_figures(drawings, Path(figures))
-    return StudyReport(groups, out, written)
+    return StudyReport(groups, out, written, window)
 
 
 def _refuse_no_page(out: Path) -> None:
@@ -182,10 +187,9 @@ def _kv_size(header: Header) -> str:
 
 
 def _groups_of_window(
-    grouped: Mapping[str, Sequence[Path]], between: tuple[str, str], cost_model: str | None, seed: int
+    grouped: Mapping[str, Sequence[Path]], found: Mapping[str, Trace], cost_model: str | None, seed: int
 ) -> Iterator[Group]:
-    """The groups without those that recorded nothing then."""
-    found = traces.read_between([folder for folders in grouped.values() for folder in folders], between)
+    """The groups without those that recorded nothing then. ``found``: what the others recorded, by folder."""
     for name, folders in grouped.items():
         if recorded := [folder for folder in folders if str(folder) in found]:
             trace = joined([found[str(folder)] for folder in recorded])

@@ -86,9 +86,10 @@ class Cell:
         return {name: value for name, value in by_name.items() if value or name not in (*OBJECT_FIELDS, "slo")}
 
     def words(self) -> str:
-        """The cell in words, for messages."""
+        """The cell in words, for messages; of its server the order of service alone: a grid may have several."""
         left_out = ("serving", "part", "parts", "slo", *OBJECT_FIELDS)
-        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        shown = {"workload": self.workload, "policy": self.policy, "order": self.serving.order}
+        shown |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         if self.slo is not None:
             shown["slo"] = self.slo.text
         if self.parts > 1:

@@ -28,6 +28,7 @@ from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
 from kvpolicy.study.demo_report import DEMO_JSON, STOCK_ORDERS, DemoReport, ScenarioReport
 from kvpolicy.study.run_cell import machine_of, numbers, policy_of, server_of, times_of
+from kvpolicy.version import __version__
 from kvpolicy.workload import Workload
 from kvpolicy.workload.near_capacity import (
     BATCH,
@@ -101,7 +102,13 @@ def offline_demo(
         bound=scenarios[0][1],
         seconds={"evaluate": evaluated_s - began_s, "simulate": time.monotonic() - evaluated_s},
         out=str(folder),
-        details={"capacity_per_s": capacity, "trace": TRACE, "evaluate": evaluated.to_dict()},
+        details={
+            "seed": seed,
+            "versions": {"kvpolicy": __version__},
+            "capacity_per_s": capacity,
+            "trace": TRACE,
+            "evaluate": evaluated.to_dict(),
+        },
         notes=(evaluated.text(),),
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -60,11 +60,6 @@ class SweepReport:
     def ok(self) -> bool:
         return not self.failed
 
-    def _order_words(self, cell: Cell) -> str:
-        """The cell's order of service, where the grid has several."""
-        grid = [*(result["inputs"] for result in self.results), *(failure.cell.inputs() for failure in self.failed)]
-        return f"order {cell.serving.order}, " if len(set(map(order_of, grid))) > 1 else ""
-
     def to_dict(self) -> dict[str, Any]:
         failures = [{"inputs": failure.cell.inputs(), "error": failure.error} for failure in self.failed]
         return {"cells": list(self.results), "failed": failures, "taken_up": self.taken_up, "specs": dict(self.specs)}
@@ -83,7 +78,7 @@ class SweepReport:
                 "",
             ]
         lines += [*spec_lines(self.specs), *_notes(self.results)]
-        lines += [f"failed: {self._order_words(failure.cell)}{failure.text()}" for failure in self.failed]
+        lines += [f"failed: {failure.text()}" for failure in self.failed]
         if self.taken_up:
             lines.append(f"{self.taken_up} of {len(self.results)} cells were cached from an earlier run")
         return "\n".join(lines).rstrip()

@@ -79,6 +79,19 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """A window as it was given, and the part of it in which anything was recorded."""
+
+    between: tuple[str, str]
+    begin: str
+    """The time of day in UTC; of a simulation, seconds of its clock."""
+    end: str
+
+    def text(self) -> str:
+        return f"only what was recorded from {self.begin} to {self.end} (--between {' '.join(self.between)})"
+
+
+@dataclass(frozen=True, slots=True)
 class CoreTimes:
     """When an engine core recorded."""
 
@@ -107,9 +120,16 @@ def read_between(
     times that there are, where nothing was recorded then, for a profile, which is no log in time, and as
     :func:`kvpolicy.trace.read`.
     """
-    names = list(map(str, folders))
     if between is None:
-        return {name: read(name) for name in names}
+        return {name: read(name) for name in map(str, folders)}
+    return read_window(folders, between, table)[0]
+
+
+def read_window(
+    folders: Sequence[Path | str], between: tuple[str, str], table: str | None = None
+) -> tuple[dict[str, Trace], Window]:
+    """As :func:`read_between`, with the window that it was."""
+    names = list(map(str, folders))
     begin, end = _parsed(between)
     cores = {name: core_folders(Path(name)) for name in names}
     simulated = _is_simulated([core for of_folder in cores.values() for core in of_folder])
@@ -128,7 +148,9 @@ def read_between(
         nothing = "nothing was recorded" if table is None else f"table {table} holds nothing"
         within = f"between {begin.text} and {end.text}"
         raise TraceError(f"{', '.join(names)}: {nothing} {within}; {_recorded(times, simulated)}")
-    return found
+    first_s = max(from_s, min(placed.first_s for placed in times.values()))
+    edges = (_time_text(at_s, simulated) for at_s in (first_s, min(to_s, last_s)))
+    return found, Window((begin.text, end.text), *edges)
 
 
 def joined(parts: Sequence[Trace]) -> Trace:
@@ -247,5 +269,9 @@ def _recorded(times: Mapping[Any, CoreTimes], simulated: bool) -> str:
     last_s = max(found.last_s for found in times.values())
     if simulated:
         return f"the simulation is of {last_s - first_s:,.0f} s"
-    first, last = (datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") for at_s in (first_s, last_s))
-    return f"there is what was recorded from {first} to {last}"
+    return f"there is what was recorded from {_time_text(first_s, False)} to {_time_text(last_s, False)}"
+
+
+def _time_text(at_s: float, simulated: bool) -> str:
+    """Seconds since the epoch as an ISO time; those of a simulation as they are."""
+    return f"{at_s:.6g} s" if simulated else datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

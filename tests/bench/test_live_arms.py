@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.request_marks import HintLimits
 from kvpolicy.settings import BenchTarget, ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench import live_arms
 from kvpolicy_vllm.bench.control_arm import Switch
-from kvpolicy_vllm.bench.live_arms import arms_of
+from kvpolicy_vllm.bench.live_arms import arms_of, sharing_memory
 from tests.snippets import commands
 
 
@@ -62,6 +64,32 @@ def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.M
         settings = ServerSettings(**{"policy": "always-swap"} | own)
         with pytest.raises(WrongValue, match=f"{name} is of servers to be started; http://there:8000 runs already"):
             arms_of(BenchTarget("http://there:8000", settings=settings))
+
+
+def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody said how: neither of a single one, nor on a GPU."""
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    monkeypatch.delenv(live_arms.SHARE_VARIABLE, raising=False)
+    build = {"vllm": "0.32.0+cpu"}
+    monkeypatch.setattr(live_arms, "versions", lambda: build)
+    share = "--gpu-memory-utilization"
+    two = sharing_memory(BenchTarget("llm", ("vllm", "kvpolicy", "hints"), vllm_flags=("--seed", "3")))
+    assert two.vllm_flags == ("--seed", "3", share, "0.3"), "hints are of the same server as kvpolicy"
+    assert all(arm.command[-2:] == (share, "0.3") for arm in arms_of(two))
+    three = BenchTarget("llm", ("vllm", "a", 'b={"order": "las"}'))
+    assert sharing_memory(three).vllm_flags == (share, "0.2")
+    (tmp_path / "config.yaml").write_text("gpu_memory_utilization: 0.4\n")
+    for given in (("--gpu-memory-utilization=0.4",), ("--gpu_memory_utilization", "0.4"), ("--kv-cache-memory-bytes",
+                  "4G"), ("--config", str(tmp_path / "config.yaml"))):  # fmt: skip
+        at = replace(three, vllm_flags=given)
+        assert sharing_memory(at) is at
+    for alone in (BenchTarget("llm", ("vllm",)), BenchTarget("http://there:8000")):
+        assert sharing_memory(alone) is alone
+    build["vllm"] = "0.32.0"
+    assert sharing_memory(three) is three
+    build["vllm"] = "0.32.0+cpu"
+    monkeypatch.setenv(live_arms.SHARE_VARIABLE, "4")
+    assert sharing_memory(three) is three
 
 
 def test_a_folder_for_files_that_others_can_change_is_refused_before_a_server_starts(

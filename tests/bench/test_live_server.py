@@ -22,6 +22,17 @@ def test_a_server_that_ends_says_its_last_words(tmp_path: Path, monkeypatch: pyt
         pass
 
 
+def test_a_server_without_enough_memory_says_so_in_one_line(tmp_path: Path) -> None:
+    text = "ValueError: Available memory on node 0 (17.97/23.54 GiB) on startup is less than desired CPU memory"
+    command = ["/bin/sh", "-c", f"echo more; echo '{text}'; echo more; exit 1", "--"]
+    with pytest.raises(EngineFailed) as ended, LiveServer(command, tmp_path / "log"):
+        pass
+    assert str(ended.value) == (
+        f"the server ended with 1 before it answered: {text} (Give --gpu-memory-utilization 0.76 or less.); its output "
+        f"is in {tmp_path / 'log'}"
+    )
+
+
 def test_a_server_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_server, "_answers", lambda url: (tmp_path / "up").exists())
     command = ["/bin/sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/pid; touch {tmp_path}/up; wait", "--"]

@@ -16,6 +16,7 @@ from kvpolicy_vllm.bench.load_results import (
     lost_price_ratio,
     rate_figures,
     steady_rate,
+    with_steady_latencies,
 )
 from kvpolicy_vllm.bench.openai_api import Answer
 from kvpolicy_vllm.bench.rate_load import RateRun, Sent
@@ -44,9 +45,24 @@ def test_the_rate_is_that_of_the_time_in_which_everybody_chats() -> None:
     assert figures["counters"]["vllm:kvpolicy_a"] == 1.0
 
 
+def test_steady_latencies_are_of_the_messages_sent_while_everybody_chats() -> None:
+    """By when a message was sent, not by when its answer was there; of earlier runs by their rows."""
+    answers = [Answer(100.0 + sent_s, ttft_s, e2e_s, (1, 2)) for sent_s, ttft_s, e2e_s in
+               ((0.0, 1.0, 2.0), (9.0, 3.0, 6.0), (10.5, 0.25, 0.5), (30.0, 0.25, 0.5))]  # fmt: skip
+    answers.append(Answer(101.0, 50.0, 60.0, (), "HTTP 503: full"))
+    messages = [Message("a", turn, 100, answer) for turn, answer in enumerate(answers)]
+    figures = chat_figures(ChatRun(100.0, messages, [(0.0, {})], first_idle_s=10.0))
+    assert (figures["steady_ttft_s"]["mean"], figures["steady_e2e_s"]["mean"]) == (2.0, 4.0)
+    assert (figures["ttft_s"]["mean"], figures["e2e_s"]["mean"]) == (1.125, 2.25), "with those of the end"
+    earlier = {name: value for name, value in figures.items() if name not in ("steady_ttft_s", "steady_e2e_s")}
+    assert with_steady_latencies(earlier) == with_steady_latencies(figures) == figures
+    assert with_steady_latencies({"arm": "of another load"}) == {"arm": "of another load"}
+
+
 def test_a_run_without_an_answer_has_no_figures() -> None:
     figures = chat_figures(ChatRun(0.0, [], [(0.0, {})]))
     assert figures["messages_s"] is None and figures["ttft_s"] is None and figures["hit_rate"] is None
+    assert figures["steady_ttft_s"] is None
 
 
 def test_the_price_of_lost_tokens_is_read_from_the_plugins_counters() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpolicy_vllm.bench.root_cause import root_cause
+from kvpolicy_vllm.bench.root_cause import is_short_of_memory, root_cause
 
 WORKER, CORE = (
     "(VllmWorker-0 pid=21) ERROR 01-31 06:19:17 [executor.py:9] ",
@@ -42,6 +42,19 @@ def test_the_cause_is_the_last_error_before_one_that_points_above() -> None:
 def test_a_device_without_enough_memory_names_the_flag_and_what_it_can_be() -> None:
     said = root_cause(failed_with(f"ValueError: {DEVICE}").splitlines())
     assert said == f"ValueError: {DEVICE} (Give --gpu-memory-utilization 0.38 or less.)"
+
+
+def test_so_does_a_cpu_whose_memory_another_server_has() -> None:
+    """The message of vLLM 0.32."""
+    node = (
+        "Available memory on node 0 (17.97/23.54 GiB) on startup is less than desired CPU memory utilization (0.92, "
+        "21.66 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the fraction of CPU memory "
+        "reserved (despite its name). To resolve: decrease `--gpu-memory-utilization` (e.g. "
+        "`--gpu-memory-utilization 0.5`) or reduce CPU memory used by other processes."
+    )
+    said = root_cause(failed_with(f"ValueError: {node}").splitlines())
+    assert said == f"ValueError: {node} (Give --gpu-memory-utilization 0.76 or less.)"
+    assert is_short_of_memory(said) and not is_short_of_memory("ValueError: no such layer")
 
 
 def test_a_message_of_several_lines_is_one_line() -> None:

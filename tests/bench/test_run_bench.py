@@ -18,7 +18,7 @@ from kvpolicy.cli import main
 from kvpolicy.errors import InputError
 from kvpolicy.reporting.pipeline import report
 from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad
-from kvpolicy.stored_values import sealed
+from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import WorkloadError
 from kvpolicy_vllm.bench import run_bench
 from kvpolicy_vllm.bench.load_report import LoadReport
@@ -59,8 +59,9 @@ def test_a_chat_is_measured_by_arm_and_share(two: tuple[Small, Small, BenchTarge
     plain, shared = found.to_dict()["cells"]
     for name in found.arms:
         assert plain["arms"][name]["messages_s"] > 0 and plain["arms"][name]["ttft_s.mean"] > 0
+        assert plain["arms"][name]["steady_e2e_s.mean"] >= plain["arms"][name]["steady_ttft_s.mean"] > 0
         assert plain["arms"][name]["hit_rate"] < shared["arms"][name]["hit_rate"] < 1
-    assert "messages_s second / first" in shared["ratios"]
+    assert {"messages_s second / first", "steady_ttft_s.mean second / first"} <= set(shared["ratios"])
     tokens, different, _ = found.compared()
     assert tokens > 100 and different == 0
     said = [body for body in other.bodies if "kv_transfer_params" in body]
@@ -72,6 +73,19 @@ def test_a_chat_is_measured_by_arm_and_share(two: tuple[Small, Small, BenchTarge
         assert len(rates) == 5 and any(rate is not None for rate in rates)
     assert "tokens found in a cache, by fifth of the run's time" in found.text() and "to 80%" in found.text()
     assert found.to_dict()["prices"] is None, "nothing is recorded of a server that runs already"
+
+
+def test_runs_of_an_earlier_version_have_their_steady_latencies_by_their_rows(
+    two: tuple[Small, Small, BenchTarget], tmp_path: Path
+) -> None:
+    expected = run_bench.bench(tmp_path, CHAT, two[-1])
+    for path in (tmp_path / "runs").glob("*-arm-*.json"):
+        run = {
+            name: value for name, value in read_sealed(path).items() if name not in ("steady_ttft_s", "steady_e2e_s")
+        }
+        path.write_text(json.dumps(sealed(run)))
+    again = run_bench.bench(tmp_path, CHAT, two[-1])
+    assert again.results == expected.results and again.text() == expected.text()
 
 
 def test_no_two_runs_share_a_cached_prefix(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from kvpolicy.cli import main
 from kvpolicy.evaluation.intended_swaps import IntendedSwaps
-from kvpolicy.evaluation.shadow_run import savings_of
+from kvpolicy.evaluation.shadow_run import savings_of, shadow_savings
 from kvpolicy.trace import Trace
 from tests.evaluation.test_log_headroom import Rates
 from tests.evaluation.test_shadow_run import found, served, shadowed
@@ -27,6 +30,19 @@ def test_without_prices_it_says_what_is_known_of_the_swaps_and_how_to_price_them
     assert "for prices: kvpolicy shadow 'traces/my shadow' --cost-model NAME" in one.text()
     assert "for prices" not in found(shadowed(served), Rates(1e-3)).text()
     assert one.to_dict()["swaps"]["computed_tokens"] == tokens
+
+
+def test_of_a_window_the_command_that_it_names_has_the_window_too(
+    served: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shadowed(served).write(tmp_path / "shadow")
+    one = shadow_savings([tmp_path / "shadow"], between=("-1s", "end"))
+    assert one.to_dict()["between"] == ("-1s", "end") and one.to_dict()["traces"] == (str(tmp_path / "shadow"),)
+    command = f"kvpolicy shadow {tmp_path / 'shadow'} --between -1s end --cost-model"
+    assert f"for prices: {command} NAME" in one.text()
+    with pytest.raises(SystemExit) as left:
+        main([*command.split()[1:], "cpu-llama-native"])
+    assert not left.value.code and one.text().splitlines()[1] in capsys.readouterr().out, "of as many preemptions"
 
 
 def test_without_a_measured_recompute_or_without_time_only_sizes_are_told() -> None:

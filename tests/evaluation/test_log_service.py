@@ -76,6 +76,7 @@ def test_rows_say_what_the_simulator_said() -> None:
         other = result.summary.classes[name]
         assert (one.ttft_s, one.e2e_s, one.fairness) == (other.ttft_s, other.e2e_s, pytest.approx(other.fairness))
         assert one.itl_s.mean == pytest.approx(other.itl_s.mean)
+        assert one.by_prompt_length == other.by_prompt_length != ()
 
 
 def test_the_report_on_a_log_has_the_classes(tmp_path: Path) -> None:
@@ -86,6 +87,9 @@ def test_the_report_on_a_log_has_the_classes(tmp_path: Path) -> None:
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))["classes"]
     assert list(told) == ["default", "urgent"] and told["urgent"]["longest_gap_s"]["mean"] is None
     assert told["urgent"]["e2e_s"]["p99"] > 0 and "served, class urgent: " in report.text()
+    for one in told.values():
+        bins = one["by_prompt_length"]
+        assert len(bins) > 1 and sum(part["requests"] for part in bins) == one["requests"]
 
 
 def test_deadlines_judge_the_service_and_no_policy(tmp_path: Path) -> None:

@@ -37,13 +37,28 @@ def test_a_model_that_is_no_better_than_a_threshold_is_said_to_be(served: Trace,
         found(shadowed(served, priced[name], policy=f"cheapest:{tmp_path / name},online=on")) for name in priced
     )
     (warning,) = one.warnings
-    assert f"cost model {poor} did no better than always-swap on the 25 states" in warning
+    assert f"cost model {poor}, as it is here now, did no better than always-swap on the 25 states" in warning
     assert warning.endswith("no better than the threshold, within noise") and f"warning: {warning}" in one.text()
-    assert better.warnings == () and "cannot be read here" in gone.warnings[0]
+    assert better.warnings == () and f"cost model {tmp_path / 'gone'} cannot be read here: " in gone.warnings[0]
     given = found(shadowed(served), cost.load(poor)).warnings
-    assert given[-1] == warning and "prices are of another engine than the one that was recorded" in given[0]
+    assert given[-1] == warning.replace(", as it is here now,", ""), "the one that prices is the one that was given"
+    assert "prices are of another engine than the one that was recorded" in given[0]
     assert good.name not in str(given)
     assert found(shadowed(served, priced["poor"]), cost.load(poor)).warnings == (), "its prices are the policy's own"
+
+
+def test_a_card_that_was_edited_is_said_to_be_however_the_model_is_named(served: Trace, tmp_path: Path) -> None:
+    """And the report is made: the prices themselves can be read."""
+    folder = compared_model(tmp_path / "edited", 1e-3)
+    model = cost.load(folder)
+    card = {"against_threshold": dict(model.provenance.held_out["against_threshold"]) | {"high_s": "little"}}
+    save(replace(model, provenance=replace(model.provenance, held_out=card)), {}, tmp_path / "again")
+    edited = cost.load(tmp_path / "again")
+    priced = costs(0.5, 1e-3, 2.0)
+    by_label = found(shadowed(served, priced, policy=f"cheapest:{tmp_path / 'again'}")).warnings
+    given = found(shadowed(served), edited).warnings
+    for warning in (by_label[0], given[-1]):
+        assert f"cost model {tmp_path / 'again'} cannot be read here: high_s is 'little', should be a finite" in warning
 
 
 @pytest.mark.parametrize(

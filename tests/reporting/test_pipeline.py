@@ -81,6 +81,15 @@ def test_a_report_is_of_a_window_of_the_logs(tmp_path: Path) -> None:
     assert group.displacements is not None and all_of_it.displacements is not None
     assert 0 < group.displacements.displaced < all_of_it.displacements.displaced
     assert [str(folder) for folder in group.folders] == [str(Path(folder)) for folder in folders]
+    begin_s, end_s = last_s - float(half[0][1:-1]), last_s
+    window = windowed.to_dict()[group.name]["window"]
+    assert window["between"] == half and whole.to_dict()[group.name]["window"] is None
+    assert float(window["begin"].removesuffix(" s")) == pytest.approx(begin_s, rel=0.2)
+    assert float(window["end"].removesuffix(" s")) == pytest.approx(end_s, rel=0.2)
+    said = f"only what was recorded from {window['begin']} to {window['end']} (--between {half[0]} end)"
+    assert windowed.text().splitlines()[0] == said
+    assert f"This page shows {said}." in (tmp_path / "window.html").read_text()
+    assert "only what was recorded" not in whole.text() + (tmp_path / "page.html").read_text()
     assert "no cost model is trained on a window of a log: give one with --cost-model" in windowed.text()
     priced = report(folders, tmp_path / "window.html", cost_model="cpu-llama-native", between=half)
     assert "a log does not measure both options" in priced.text()

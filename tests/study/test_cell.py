@@ -43,6 +43,7 @@ def test_a_digest_follows_inputs_and_contents() -> None:
 def test_the_part_is_in_the_words_where_there_are_several() -> None:
     assert "part" not in CELL.words()
     assert replace(CELL, part=1, parts=3).words().endswith("engine builtin, part 2/3")
+    assert CELL.words().startswith("workload azure-conversation-2023, policy always-swap, order fcfs, kv_blocks 200, ")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy import __version__
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.study.demo_report import BETTER, DemoReport
@@ -47,6 +48,7 @@ def test_it_is_written_and_the_same_again(report: DemoReport, folder: Path) -> N
     assert [one.figures for one in again.scenarios] == [one.figures for one in report.scenarios]
     stored = json.loads((folder / "demo.json").read_text())
     assert stored["kind"] == "offline" and stored["exact"] is None
+    assert stored["seed"] == 0 and stored["versions"] == {"kvpolicy": __version__}
     assert stored["evaluate"]["states"] > 10 and stored["scenarios"].keys() == {one.name for one in again.scenarios}
     assert "swap is faster in" in again.text()
 

@@ -60,8 +60,19 @@ def test_tables_and_sentences_name_the_order_where_there_are_several(hardware: s
 def test_a_failed_cell_names_its_order(hardware: str, tmp_path: Path) -> None:
     order = Failing("rank")
     report = simulate(hardware, tmp_path, ["fcfs", order])
-    assert len(report.failed) == 2 and f"failed: order {order.label}, workload" in report.text()
-    assert "failed: workload" in simulate(hardware, tmp_path, [order]).text()
+    assert len(report.failed) == 2
+    for line in (one for one in report.text().splitlines() if one.startswith("failed: ")):
+        assert f", order {order.label}, kv_blocks " in line
+
+
+def test_progress_says_which_order_a_finished_cell_had(hardware: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    run = Run(jobs=0, cache=tmp_path, progress=lambda finished, total, words: lines.append(words))
+    orders: Any = ["fcfs", "mlfq:base=32", SpareChats()]
+    kvpolicy.simulate([MIXED], POLICIES, [TIGHT], hardware, run=run, orders=orders)
+    finished = [line for line in lines if line.startswith("workload ")]
+    assert len(finished) == len(set(finished)) == 6
+    assert sum(", order mlfq:base=32, " in line for line in finished) == 2
 
 
 def test_a_wrong_order_is_named(hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

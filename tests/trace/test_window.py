@@ -19,6 +19,7 @@ from kvpolicy.cli import main
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.fields import WrongValue
 from kvpolicy.trace import Header, Trace, TraceError, TraceWarning, row_groups, upkeep, write_part
+from kvpolicy.trace.window import Window, read_window
 from tests.synthetic import make_trace
 from tests.synthetic_logs import make_log
 
@@ -84,6 +85,23 @@ def test_a_window_has_the_rows_of_its_time(
     assert whole.table("decisions").filter(rows).equals(decisions), "rows are as they were"
     if between == ("begin", "end"):
         assert found.digest() == whole.digest()
+
+
+@pytest.mark.parametrize(
+    ("between", "begin", "end"),
+    [
+        (("2026-03-01T03:00+01:00", "2026-03-01T05:00"), "2026-03-01T02:00:00Z", "2026-03-01T05:00:00Z"),
+        (("-2h", "end"), "2026-03-02T21:45:40Z", "2026-03-02T23:45:40Z"),
+        (("begin", "2027-01-01"), "2026-03-01T00:00:30Z", "2026-03-02T23:45:40Z"),
+    ],
+)
+def test_a_window_is_said_in_times_of_day(tmp_path: Path, between: tuple[str, str], begin: str, end: str) -> None:
+    """No wider than what was recorded, whose last row is 10 s after the last decision."""
+    write_log(tmp_path)
+    found, window = read_window([tmp_path], between)
+    assert found[str(tmp_path)].digest() == traces.read_between([tmp_path], between)[str(tmp_path)].digest()
+    assert window == Window(between, begin, end)
+    assert window.text() == f"only what was recorded from {begin} to {end} (--between {' '.join(between)})"
 
 
 def test_an_outcome_is_of_a_decision_in_the_window(tmp_path: Path) -> None:

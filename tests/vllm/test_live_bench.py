@@ -104,6 +104,19 @@ def test_rates_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path
 
 
 @pytest.mark.usefixtures("small_machine")
+def test_servers_on_a_cpu_start_beside_each_other_without_a_flag(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each by default wants nearly all of the memory, of which it is given a share."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    load = AnalyticsLoad(prefix_tokens=(64,), texts=4, rounds=1, price_ratio=False)
+    found = integrations.bench(tmp_path, load, BenchTarget(model, ("vllm", "kvpolicy"), SETTINGS, FLAGS))
+    assert isinstance(found, LoadReport) and found.ok, found.text()
+    assert "each is started with --gpu-memory-utilization 0.3" in capsys.readouterr().err
+    assert all(arm["command"][-1] == "0.3" for arm in found.results["arms"])
+
+
+@pytest.mark.usefixtures("small_machine")
 def test_two_orders_of_one_server_by_its_control_file(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

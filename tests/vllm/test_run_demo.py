@@ -13,6 +13,7 @@ from rich.console import Console
 from kvpolicy.study.demo_report import DemoReport
 from kvpolicy_vllm.bench import run_demo
 from kvpolicy_vllm.bench.demo_rounds import Measured
+from kvpolicy_vllm.bench.resumed_inputs import versions
 from kvpolicy_vllm.bench.run_demo import QUICK, Loop
 
 SHAPE: Mapping[str, object] = {"hidden": 128, "intermediate": 256, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -77,6 +78,7 @@ def test_json_has_the_promised_shape(report: DemoReport) -> None:
     assert [entry["name"].partition(":")[0] for entry in whole["headline"]] == list(ARMS)
     assert all(entry["low"] <= entry["ratio"] <= entry["high"] for entry in whole["headline"])
     assert whole["machine"]["cpus"] >= 1 and whole["capacity_per_s"] > 0
+    assert whole["seed"] == 0 and whole["versions"] == versions() and whole["versions"]["vllm"]
     for part in whole["scenarios"].values():
         assert {"policies", "ratios", "exact", "targets", "workload", "makespan_s"} <= set(part)
         for values in part["policies"].values():

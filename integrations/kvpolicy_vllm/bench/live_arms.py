@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.control_arm import Switch
 from kvpolicy_vllm.bench.live_server import LiveServer, refuse_own_flags
 from kvpolicy_vllm.bench.reservation import RESERVED
+from kvpolicy_vllm.bench.resumed_inputs import versions
 from kvpolicy_vllm.plugin.settings import refuse_unsafe_files
 
 STOCK, PLUGIN, HINTS = "vllm", "kvpolicy", "hints"
@@ -24,6 +26,12 @@ RESERVING = {f"orca-{how}": how for how in RESERVED}
 
 DEFAULTS = changed_values(ServerSettings("always-swap"))
 """Of the plugin's settings, where none are given."""
+SHARE = "--gpu-memory-utilization"
+"""vLLM's flag for a server's share of the memory, on a CPU of the machine's."""
+SHARE_FLAGS = (SHARE, "--kv-cache-memory-bytes")
+SHARE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+CPU_SHARES = 0.6
+"""Of a machine's memory, for all servers together: host memory, their processes and the client have the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,17 @@ def arms_of(at: BenchTarget) -> tuple[LiveArm, ...]:
     if len(set(names)) < len(names):
         raise WrongValue("arm", f"is given twice by the same name: {', '.join(names)}")
     return arms
+
+
+def sharing_memory(at: BenchTarget) -> BenchTarget:
+    """The target, whose several servers on a CPU each get an equal share of :data:`CPU_SHARES` where none is given:
+    vLLM takes 0.92 of all memory by default, so that the second server would not start. Raises as :func:`arms_of`."""
+    servers = len({arm.command for arm in arms_of(at)})
+    is_given = os.environ.get(SHARE_VARIABLE) or launch.has_any(at.vllm_flags, SHARE_FLAGS)
+    # As vLLM itself finds out what it was built for.
+    if at.is_url or servers < 2 or is_given or "cpu" not in versions()["vllm"]:
+        return at
+    return replace(at, vllm_flags=(*at.vllm_flags, SHARE, f"{int(100 * CPU_SHARES / servers) / 100:g}"))
 
 
 def _arm(text: str, at: BenchTarget) -> LiveArm:

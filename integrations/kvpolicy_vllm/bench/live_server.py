@@ -16,7 +16,7 @@ from types import TracebackType
 
 from kvpolicy.errors import EngineFailed, InputError
 from kvpolicy_vllm.bench.engine_process import LAST_LINES, environment
-from kvpolicy_vllm.bench.root_cause import root_cause
+from kvpolicy_vllm.bench.root_cause import is_short_of_memory, root_cause
 
 HOST = "127.0.0.1"
 READY_S = 1800.0
@@ -32,7 +32,8 @@ class LiveServer:
     """A server from a command of `vllm serve`, without host and port. A context manager, up and answering inside.
 
     ``log``: where its output goes. ``say``: called with a line when it is waited for. Raises EngineFailed, with
-    the error that was the cause and the last lines of its output, where it ends instead of answering.
+    the error that was the cause and the last lines of its output, where it ends instead of answering; without these
+    lines where memory was short, which vLLM's error says.
     """
 
     def __init__(self, command: Sequence[str], log: Path, say: Callable[[str], None] = lambda line: None) -> None:
@@ -76,6 +77,8 @@ class LiveServer:
     def _failure(self, what: str) -> EngineFailed:
         lines = self._log.read_text(errors="replace").splitlines()
         cause = root_cause(lines)
+        if is_short_of_memory(cause):
+            return EngineFailed(f"the server {what}: {cause}; its output is in {self._log}")
         return EngineFailed(
             f"the server {what}{': ' if cause else ''}{cause}; its last output ({self._log}):\n"
             + "\n".join(lines[-LAST_LINES:])

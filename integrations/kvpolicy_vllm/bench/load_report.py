@@ -27,6 +27,8 @@ FIFTHS = 5
 COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
     "chat": (
         ("messages/s", "messages_s", ".3g"),
+        ("steady TTFT", "steady_ttft_s.mean", ".3g"),
+        ("steady e2e", "steady_e2e_s.mean", ".3g"),
         ("TTFT s mean", "ttft_s.mean", ".3g"),
         ("p50", "ttft_s.p50", ".3g"),
         ("p99", "ttft_s.p99", ".3g"),
@@ -64,7 +66,7 @@ COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
 }
 """Heads, figures of a run, and their formats. Shown are means over rounds."""
 COMPARED: Mapping[str, Sequence[str]] = {
-    "chat": ("messages_s", "ttft_s.mean", "e2e_s.mean"),
+    "chat": ("messages_s", "steady_ttft_s.mean", "steady_e2e_s.mean", "ttft_s.mean", "e2e_s.mean"),
     "analytics": ("requests_s", "e2e_s.mean", "cpu_s"),
     "rate": ("e2e_per_token_s.mean", "ttft_s.mean", "goodput_req_s"),
 }

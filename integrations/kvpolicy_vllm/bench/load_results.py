@@ -23,18 +23,33 @@ PRICED = ("recompute_microseconds", "recomputed_tokens", "beside_recompute_micro
 
 
 def chat_figures(run: ChatRun) -> dict[str, Any]:
-    """One run of a chat, for a file. Latencies are of the answers without an error."""
+    """One run of a chat, for a file. Latencies are of the answers without an error: of all, and of the messages that
+    were sent before the first chatter was idle (``steady_``), as the rate is."""
     good = [message for message in run.messages if not message.answer.error]
     ends_s = [message.answer.end_s - run.begin_s for message in run.messages]
     makespan_s = max(ends_s, default=0.0)
     steady_s = makespan_s if run.first_idle_s is None else min(run.first_idle_s, makespan_s)
     steady = sum(message.answer.end_s - run.begin_s <= steady_s for message in good)
     first, last = run.samples[0][1], run.samples[-1][1]
+    rows = [
+        {
+            "conversation": message.conversation,
+            "turn": message.turn,
+            "window_tokens": message.window_tokens,
+            "sent_s": message.answer.sent_s - run.begin_s,
+            "ttft_s": message.answer.ttft_s,
+            "e2e_s": message.answer.e2e_s,
+            "token_ids": list(message.answer.token_ids),
+            "error": message.answer.error,
+        }
+        for message in run.messages
+    ]
     return {
         "makespan_s": makespan_s,
         "messages": len(good),
         "steady_s": steady_s,
         "messages_s": steady / steady_s if steady_s else None,
+        **steady_latencies(rows, steady_s),
         "ttft_s": _summary(message.answer.ttft_s for message in good),
         "later_ttft_s": _summary(message.answer.ttft_s for message in good if message.turn),
         "e2e_s": _summary(message.answer.e2e_s for message in good),
@@ -44,20 +59,23 @@ def chat_figures(run: ChatRun) -> dict[str, Any]:
         "counters": _grown(first, last),
         "price_ratio": lost_price_ratio(_grown(first, last)),
         "errors": _errors(message.answer for message in run.messages),
-        "rows": [
-            {
-                "conversation": message.conversation,
-                "turn": message.turn,
-                "window_tokens": message.window_tokens,
-                "sent_s": message.answer.sent_s - run.begin_s,
-                "ttft_s": message.answer.ttft_s,
-                "e2e_s": message.answer.e2e_s,
-                "token_ids": list(message.answer.token_ids),
-                "error": message.answer.error,
-            }
-            for message in run.messages
-        ],
+        "rows": rows,
     }
+
+
+def steady_latencies(rows: Iterable[Mapping[str, Any]], steady_s: float) -> dict[str, Any]:
+    """Latencies of the messages of a chat that were sent in its first ``steady_s``, in which everybody chats: as many
+    people wait for answers then as the load says, and fewer later on. ``rows``: those of one run."""
+    sent = [row for row in rows if not row["error"] and row["sent_s"] <= steady_s]
+    return {f"steady_{name}": _summary(row[name] for row in sent) for name in ("ttft_s", "e2e_s")}
+
+
+def with_steady_latencies(run: dict[str, Any]) -> dict[str, Any]:
+    """A run of a chat with its steady latencies, which earlier versions did not write. A run of another load as it
+    is."""
+    if "steady_s" not in run or "steady_ttft_s" in run:
+        return run
+    return run | steady_latencies(run["rows"], run["steady_s"])
 
 
 def analytics_figures(run: AnalyticsRun) -> dict[str, Any]:

@@ -37,6 +37,11 @@ def root_cause(lines: Sequence[str]) -> str:
     return cause if short is None else f"{cause} {_smaller(float(short[1]), float(short[2]))}"
 
 
+def is_short_of_memory(cause: str) -> bool:
+    """Whether a cause says all there is to know: that the server wanted more memory than is free."""
+    return NO_MEMORY.search(cause) is not None
+
+
 def _smaller(free_gib: float, total_gib: float) -> str:
     """What to give, rounded down to whole per cents."""
     return f"(Give --gpu-memory-utilization {int(100 * free_gib / total_gib) / 100:g} or less.)"

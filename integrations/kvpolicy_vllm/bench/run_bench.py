@@ -22,10 +22,10 @@ from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.control_arm import put_back, switched
-from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of
+from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, sharing_memory
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
-from kvpolicy_vllm.bench.load_results import differences
+from kvpolicy_vllm.bench.load_results import differences, with_steady_latencies
 from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.bench.rate_kind import RateKind
 from kvpolicy_vllm.bench.recorded_prices import recorded_prices, recording_arm
@@ -72,6 +72,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
 
     Raises InputError where ``out`` has another bench, EngineFailed where a server does not start or ends.
     """
+    given, at = at, sharing_memory(at)
     kind, arms = kind_of(load), arms_of(at)
     refuse_reserving(kind, arms)
     if (workload := getattr(load, "workload", None)) is not None:
@@ -84,6 +85,8 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     runs = out / "runs"
     if asyncio.run(put_back(out / SWITCHED)):
         say("a control file has again what it had before this bench, which ended in a run without putting it back")
+    if at != given:
+        say(f"servers of several arms share this machine's memory: each is started with {' '.join(at.vllm_flags[-2:])}")
     with taken_up(out, plan), Servers(out / "logs", say) as servers:
         driver = Driver(kind, arms, servers, out)
         rng = random.Random(f"{load.load_seed} order of arms")
@@ -93,7 +96,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
         for round_ in range(1, load.rounds):
             for cell, _ in served:
                 driver.serve(cell, round_, rng.sample(arms, len(arms)))
-    written = [read_back(out, path) for path in sorted(runs.glob("*.json"))]
+    written = [with_steady_latencies(read_back(out, path)) for path in sorted(runs.glob("*.json"))]
     results = plan | {
         "model": read_back(out, out / "model.json")["name"],
         "runs": [run for run in written if "arm" in run],

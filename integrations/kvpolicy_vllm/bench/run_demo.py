@@ -223,6 +223,8 @@ class Loop:
             out=str(self._out),
             exactness={"exact": total.exact, "tokens": total.tokens, "ties": total.ties, "wrong": list(total.wrong)},
             details={
+                "seed": self._seed,
+                "versions": versions(),  # those it was begun with: with others it is not resumed
                 "machine": machine,
                 "link": {"kind": "native"},
                 "capacity_per_s": values["capacity_per_s"],

@@ -21,6 +21,7 @@ from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.fields import WrongValue
 from kvpolicy.settings import Measurement
 from kvpolicy.stored_values import read_json
+from kvpolicy.trace import Header
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.budget import Budget, after, in_time, making_up, next_part
 from kvpolicy_vllm.bench.engine_process import EngineProcess
@@ -146,7 +147,8 @@ def plan_arguments(how: Measurement, is_made: bool = False, **amount: Any) -> di
         "link": how.link and how.link.text,
         "seed": how.seed,
         "vllm_flags": list(how.vllm_flags) or None,
-        # Of a folder alone it is vLLM's choice. Earlier versions measured these in float32, and said nothing of it.
+        # Of a folder alone it is vLLM's choice. On a CPU earlier versions measured these in float32, and did not write
+        # it down: see :func:`_refuse_other`.
         "dtype": "auto" if how.llm_folder is not None and not how.vllm_flags and not is_made else None,
     }
     return dict(json.loads(json.dumps(arguments | amount)))
@@ -169,11 +171,26 @@ def open_plan(out: Path, arguments: dict[str, Any]) -> dict[str, str]:
         return {}
     for name, value in arguments.items():
         if recorded["asked"].get(name) != value:
-            raise InputError(
-                f"{out}: was begun with {name} {recorded['asked'].get(name)!r}, now asked for with {value!r}; "
-                "give a new folder, or the same arguments to resume it"
-            )
+            _refuse_other(out, name, recorded["asked"].get(name), value)
     return {name: core for name, core in recorded["done"].items() if (out / core / "header.json").exists()}
+
+
+def _refuse_other(out: Path, name: str, before: object, now: object) -> None:
+    """Raise InputError for an argument that is not what it was; but not for the data type on an accelerator, where
+    every version has computed in the model's own."""
+    if name == "dtype":
+        headers = (Header.read(header) for header in sorted(out.glob("*/header.json")))
+        if all(header.hardware["device"] != "cpu" for header in headers):
+            return
+        if before is None:
+            raise InputError(
+                f"{out}: was computed in float32, as by an earlier kvpolicy; now it is what `vllm serve` takes for the "
+                "model's folder: give another --out, and `-- --dtype float32` with it to measure float32 again"
+            )
+    raise InputError(
+        f"{out}: was begun with {name} {before!r}, now asked for with {now!r}; "
+        "give a new folder, or the same arguments to resume it"
+    )
 
 
 def _read_plan(plan: Path) -> dict[str, Any]:
