@@ -9,9 +9,9 @@ code from the shapes of published models, with vLLM's defaults, with windows and
 (--prefix-cache-retention-interval None), and with --disable-hybrid-kv-cache-manager in the same bytes of memory.
 
 Survival: tokens found on the device at resume over tokens computed at the preemption, of all victims; and of those that
-had generated more than the longest window, or more than a block where there are states. Tax: tokens computed again over
-tokens of all requests. The schedule does not depend on how long steps take, as nobody arrives later: the figures are
-the same in every run on the same version of vLLM.
+had generated more than the longest window or chunk, or more than a block where there are states. Tax: tokens computed
+again over tokens of all requests. The schedule does not depend on how long steps take, as nobody arrives later: the
+figures are the same in every run on the same version of vLLM.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ CONTEXT = 16384
 BUDGET = 2048
 OUTPUTS = (300, 1000)
 SHOWN = (
-    "llama-3.1-8b", "mistral-7b-v0.1", "gpt-oss-20b", "gemma-3-12b", "granite-4-h-small", "nemotron-h-8b",
-    "qwen3-next-80b-a3b",
+    "llama-3.1-8b", "mistral-7b-v0.1", "gpt-oss-20b", "gemma-3-12b", "gemma-4-31b", "llama-4-scout",
+    "granite-4-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b", "deepseek-v3",
 )  # fmt: skip
 DEFAULT, DENSE, WHOLE = "default", "retention None", "hybrid manager off"
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--outputs", type=int, nargs="+", default=OUTPUTS, metavar="TOKENS", help="on average")
     parser.add_argument("--share", type=float, default=0.6, help="of the memory for all that may run")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=SHOWN, metavar="MODEL")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="replaces the same rows in it")
     options = parser.parse_args(arguments)
     found = []
     for name in options.models:
@@ -83,17 +83,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found.append(measured(MODELS[name], setting, layers, drawn(options.requests, tokens), options.share))
     print("\n".join(aligned([HEAD, *map(row, found)])))
     if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        merge_into(options.json, [asdict(one) for one in found])
     return 0
+
+
+def merge_into(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a row a line; those that the file has of the same model, setting and outputs are replaced."""
+
+    def named(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("model", "setting", "output_tokens"))
+
+    known = json.loads(file.read_text()) if file.exists() else []
+    merged = [*({named(row): row for row in known} | {named(row): row for row in rows}).values()]
+    merged.sort(key=lambda row: (row["output_tokens"], list(MODELS).index(row["model"])))
+    file.write_text("[\n" + ",\n".join(map(json.dumps, merged)) + "\n]\n")
 
 
 def settings_of(layers: ModelLayers) -> Iterator[tuple[str, ModelLayers]]:
     """The layers with vLLM's defaults, and with the flags that may let more survive."""
     yield DEFAULT, layers
-    windows = any(attention.window for attention in layers.attention)
-    if windows or layers.states is not None:
+    limited = any(attention.reach for attention in layers.attention)
+    if limited or layers.states is not None:
         yield DENSE, replace(layers, retention=None)
-    if windows and len(layers.attention) > 1:  # vLLM leaves windows alone where there is nothing else
+    # vLLM leaves windows alone where there is nothing else; a group of layers of several sizes is not served.
+    alike = len({attention.token_bytes for attention in layers.attention}) == 1
+    if limited and alike and len(layers.attention) > 1:
         yield WHOLE, replace(layers, hybrid_manager=False)
 
 
@@ -163,10 +177,10 @@ def victims_of(trace: Trace) -> Iterator[Victim]:
 
 
 def reach_of(layers: ModelLayers) -> int:
-    """Tokens after which a victim's windows have left its prompt, or a state stands in another block; 0 where there are
-    neither."""
-    windows = [attention.window or 0 for attention in layers.attention]
-    return max(*windows, 0, 0 if layers.states is None else layers.block_size)
+    """Tokens after which a victim's windows and chunks have left its prompt, or a state stands in another block; 0
+    where there are none."""
+    reaches = [attention.reach or 0 for attention in layers.attention]
+    return max(*reaches, 0, 0 if layers.states is None else layers.block_size)
 
 
 def survival(victims: Sequence[Victim]) -> float | None:

@@ -3,11 +3,11 @@
     python benchmarks/published_kv_waste.py --data DIR [--requests N] [--vllm] [--json FILE]
 
 Published (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
-arXiv:2309.06180, figures 2 and 15, section 6.3, table 1): OPT-13B on an A100 of 40 GB, 15.7 K slots for KV, ShareGPT
-with 161.31 prompt and 337.99 output tokens on average. Of the KV memory, on average, token states fill 20.4% under Orca
-with room for the longest output (Max), 26.8% with room for the next power of two (Pow2), 38.2% with room for the true
-length (Oracle), and 96.3% under vLLM. Reserved is what a request will fill later, internal what it never fills,
-external all else.
+arXiv:2309.06180, figures 2, 11 and 15, section 6.3, table 1): OPT-13B on an A100 of 40 GB, 15.7 K slots for KV,
+ShareGPT with 161.31 prompt and 337.99 output tokens on average. Of the KV memory, on average, token states fill 20.4%
+under Orca with room for the longest output (Max), 26.8% with room for the next power of two (Pow2), 38.2% with room for
+the true length (Oracle), and 96.3% under vLLM. Reserved is what a request will fill later, internal what it never
+fills, external all else.
 
 Here: the lengths of ShareGPT in DIR whose sum is at most 2048, scaled to the paper's means; a queue that is never
 empty. Orca: contiguous room from a buddy allocator, first come, first served, one token a step. vLLM: kvpolicy's

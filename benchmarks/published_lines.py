@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -58,10 +59,14 @@ def status(lines: Sequence[Line], statements: Sequence[Statement]) -> int:
     return int(not all([*(line.met for line in lines), *(statement.holds for statement in statements)]))
 
 
-def write(file: Path, lines: Sequence[Line], statements: Sequence[Statement]) -> None:
+def write(
+    file: Path, lines: Sequence[Line], statements: Sequence[Statement], more: Mapping[str, Any] | None = None
+) -> None:
+    """``more``: further tables of the script, by name."""
     rows = {
         "lines": [asdict(line) | {"error": line.error, "met": line.met} for line in lines],
         "statements": [asdict(statement) for statement in statements],
+        **(more or {}),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n")

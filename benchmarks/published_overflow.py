@@ -1,17 +1,24 @@
-"""What the overflow study's paper says of batches, memory and use over time, simulated at the paper's own size.
+"""The five figures of the overflow study's paper, and what it says of batches, simulated at the paper's own size.
 
     python benchmarks/published_overflow.py [--trace DIR] [--json FILE]
 
 Published (Ye, Nicolae, Kougkas and Sun, on an A100 of 40 GB with vLLM 0.4.2 and Yarn-Llama-2-7B-64k): batches are pure
 prefill or pure decode; with 32 requests of 1500 prompt and 1024 output tokens, all at once, the overhead falls as KV
 memory grows up to 40% and is lowest at 30 or 50%; at 12%, the host's cache fills as the GPU's empties. A percentage is
-taken of the blocks that hold all requests at full length, as in docs/overflow-study.md.
+taken of the blocks that hold all requests at full length, as in docs/overflow-study.md. Of single overflows: the cost
+of recompute is flat over block sizes, that of swap falls (2 requests); both grow with the evicted tokens, and swap is
+lower for many; both grow with the sequence length (16 requests), and swap is better for long ones.
 
 Simulated: the built-in simulator with vLLM 0.32's rules (V1, chunked prefill) and times from the data sheet of that
-GPU. ``--trace``: a recorded trace, whose steps are counted by the same rule, of a `kvpolicy characterize` those of the
-runs that it served. Its use over time is shown, too; the device's is of its forward passes where the trace has their
-time, else of steps under way. The first statement is about V1 and is expected to differ from the published one. Exits 1
-where a statement does not hold.
+GPU. In a single overflow all requests are as long as the victims, which are the last ones: the paper's own lengths are
+not known here; these fit into the GPU's memory. vLLM 0.4.2 had the engine wait for copies, so what is compared with a
+recompute's engine time is the time that the victims' copies take on the link, out and back; in the simulation they go
+on beside the steps.
+
+``--trace``: a recorded trace, whose steps are counted by the same rule, of a `kvpolicy characterize` those of the runs
+that it served. Its use over time is shown, too; the device's is of its forward passes where the trace has their time,
+else of steps under way. The first statement is about V1 and is expected to differ from the published one. Exits 1 where
+a statement does not hold.
 """
 
 from __future__ import annotations
@@ -19,8 +26,8 @@ from __future__ import annotations
 import argparse
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -35,13 +42,15 @@ from kvpolicy.cost.analytic import untrained
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware.engine_spec import EngineSpec
 from kvpolicy.hardware.sheets import device_sheet
-from kvpolicy.overflow import SERVED, figure_and_level
+from kvpolicy.overflow import BLOCK_SIZE as STUDY_BLOCK_SIZE
+from kvpolicy.overflow import EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, SERVED, TIMELINE, figure_and_level
+from kvpolicy.overflow import LEVELS as FIGURE_LEVELS
 from kvpolicy.policy import load as load_policy
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.base import NULL_BLOCK
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy.simulator.hardware.law_times import law_times
+from kvpolicy.simulator.hardware.law_times import LawTimes, law_times
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Header, Trace, TraceError
 from kvpolicy.trace.table import read
@@ -60,6 +69,18 @@ TIMELINE_LEVEL, MOMENTS = 12, 10
 FELT_S = 1e-6
 """Below it, a sum of costs is rounding."""
 POLICIES = ("always-recompute", "always-swap")
+PIECES = 2 * 32
+"""Contiguous pieces of a block: keys and values of each layer."""
+BLOCK_SIZES, BLOCK_SIZE_REQUESTS, BLOCK_SIZE_TOKENS = (16, 32, 64, 128), 2, 2048
+LENGTHS, LENGTH_REQUESTS = (256, 512, 1024, 2048), 16
+VICTIMS, VICTIM_TOKENS, VICTIM_BLOCK_SIZE = (1, 2, 4, 6), 256, 32
+"""Evicted in one overflow. Each needs a block in the same step as all others, so that a victim's blocks are taken."""
+VICTIM_REQUESTS = max(VICTIMS) + 1 + (max(VICTIMS) - 1) * (VICTIM_TOKENS // VICTIM_BLOCK_SIZE)
+"""With fewer, the blocks of fewer victims would do for all others."""
+DECODED, SOON, LATER = 4, 8, 64
+"""Output tokens before the overflow, and after it: of the first half of the requests, and of the others."""
+FLAT = 0.25
+"""Of the mean: largest difference between levels that are called flat, as in docs/overflow-study.md."""
 Steps = Iterable[Mapping[str, Any]]
 
 
@@ -88,21 +109,142 @@ def batches_of(steps: Steps) -> Batches:
     return Batches(*(count / whole for count in counts))
 
 
-def simulated(policy: str, level: int) -> tuple[Trace, Server]:
+def machine(block_size: int, token_budget: int) -> tuple[LawTimes, int]:
+    """Times of the GPU's data sheet, and the bytes of a block."""
     shape = ModelShape.from_config(YARN)
-    block_bytes = int(shape.kv_bytes_per_token * BLOCK_SIZE)
-    spec = EngineSpec(BLOCK_SIZE, TOKEN_BUDGET, block_bytes=block_bytes)
-    times = law_times(untrained(shape, device_sheet("A100-SXM-40GB"), engine=spec))
+    block_bytes = int(shape.kv_bytes_per_token * block_size)
+    spec = EngineSpec(block_size, token_budget, block_bytes=block_bytes)
+    return law_times(untrained(shape, device_sheet("A100-SXM-40GB"), engine=spec)), block_bytes
+
+
+def simulated(policy: str, level: int) -> tuple[Trace, Server]:
+    times, block_bytes = machine(BLOCK_SIZE, TOKEN_BUDGET)
     server = Server(BLOCK_SIZE, block_bytes, WHOLE * level // 100, WHOLE, TOKEN_BUDGET, asynchronous=True)
-    requests = Workload("at once", (Request(0.0, PROMPT, OUTPUT),) * REQUESTS, 0)
-    run = Builtin().run(requests, load_policy(policy), server, times, sink=MemorySink())
+    return served(policy, server, times, (Request(0.0, PROMPT, OUTPUT),) * REQUESTS), server
+
+
+def served(policy: str, server: Server, times: LawTimes, requests: tuple[Request, ...]) -> Trace:
+    run = Builtin().run(Workload("at once", requests, 0), load_policy(policy), server, times, sink=MemorySink())
     assert run.trace is not None
-    return run.trace, server
+    return run.trace
+
+
+# ---- single overflows ----
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """One overflow: of ``requests`` as long requests, the last ``victims`` are evicted."""
+
+    block_size: int
+    requests: int
+    tokens: int
+    """Of each request when memory runs out: whole blocks."""
+    victims: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Of the device: one short of what is needed with fewer victims."""
+        each = self.tokens // self.block_size
+        return self.requests * each + self.requests - self.victims - 1 - (self.victims - 1) * each
+
+    def trace(self, policy: str) -> Trace:
+        budget = self.requests * self.tokens  # all prompts in one step, and so all requests are equally long
+        times, block_bytes = machine(self.block_size, budget)
+        server = Server(
+            self.block_size, block_bytes, self.blocks, self.requests * self.tokens // self.block_size, budget,
+            prefix_caching=False, segment_bytes=block_bytes // PIECES, asynchronous=True,
+        )  # fmt: skip
+        half = self.requests // 2
+        outputs = [DECODED + (SOON if number < half else LATER) for number in range(self.requests)]
+        return served(policy, server, times, tuple(Request(0.0, self.tokens - DECODED, one) for one in outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What an overflow costs, over all its victims, in milliseconds."""
+
+    level: int
+    """Tokens in a block, victims, or tokens of each request."""
+    evicted_tokens: int
+    recompute_ms: float
+    """Engine time."""
+    link_ms: float
+    """Of a swap: copies out and back."""
+    swap_ms: float
+    """Of a swap: engine time."""
+
+
+def measured(level: int, overflow: Overflow) -> Level:
+    recomputed, swapped = (overflow.trace(policy) for policy in POLICIES)
+    for trace in (recomputed, swapped):
+        assert len(trace.rows("outcomes")) == overflow.victims, "no other overflow than the one that is meant"
+    copies_s = sum(row["end_s"] - row["start_s"] for row in swapped.rows("transfers"))
+    evicted = sum(row["computed_tokens"] for row in swapped.rows("decisions"))
+    costs_s = (overhead_s(recomputed), copies_s, overhead_s(swapped))
+    return Level(level, evicted, *(1e3 * felt(seconds) for seconds in costs_s))
+
+
+def sweeps() -> dict[str, list[Level]]:
+    """The paper's three figures of single overflows."""
+    return {
+        STUDY_BLOCK_SIZE: [
+            measured(size, Overflow(size, BLOCK_SIZE_REQUESTS, BLOCK_SIZE_TOKENS)) for size in BLOCK_SIZES
+        ],
+        EVICTED_TOKENS: [
+            measured(count, Overflow(VICTIM_BLOCK_SIZE, VICTIM_REQUESTS, VICTIM_TOKENS, count))
+            for count in VICTIMS
+        ],
+        SEQUENCE_LENGTH: [
+            measured(tokens, Overflow(BLOCK_SIZE, LENGTH_REQUESTS, tokens)) for tokens in LENGTHS
+        ],
+    }  # fmt: skip
+
+
+def of_sweeps(found: Mapping[str, Sequence[Level]]) -> Iterator[Statement]:
+    """What the paper says of them."""
+    sizes = found[STUDY_BLOCK_SIZE]
+    costs = [one.recompute_ms for one in sizes]
+    spread = (max(costs) - min(costs)) / fmean(costs)
+    yield Statement("the cost of recompute is flat over block sizes", spread <= FLAT, f"{spread:.1%} of the mean")
+    yield Statement("the cost of swap falls as blocks grow", _grows([-one.link_ms for one in sizes]), _ms(sizes))
+    for figure, what in ((EVICTED_TOKENS, "the evicted tokens"), (SEQUENCE_LENGTH, "sequence length")):
+        levels = found[figure]
+        grow = _grows([one.recompute_ms for one in levels]) and _grows([one.link_ms for one in levels])
+        yield Statement(f"both costs grow with {what}", grow, _ms(levels))
+        last = levels[-1]
+        text = f"swap costs less than recompute at the most of {what}"
+        yield Statement(text, last.link_ms < last.recompute_ms, f"{last.link_ms / last.recompute_ms:.2f} times")
+
+
+def _grows(values: Sequence[float]) -> bool:
+    return all(later > earlier for earlier, later in pairwise(values))
+
+
+def _ms(levels: Sequence[Level]) -> str:
+    return "; ".join(f"{one.level}: {one.recompute_ms:.1f} and {one.link_ms:.1f} ms" for one in levels)
+
+
+def _show_sweep(figure: str, levels: Sequence[Level], console: Console) -> None:
+    table = Table(FIGURE_LEVELS[figure], "evicted tokens", "recompute, engine ms", "swap, ms on the link",
+                  "swap, engine ms", title=figure)  # fmt: skip
+    for one in levels:
+        costs = (f"{cost:.1f}" for cost in (one.recompute_ms, one.link_ms, one.swap_ms))
+        table.add_row(str(one.level), str(one.evicted_tokens), *costs)
+    console.print(table)
+
+
+# ---- whole runs ----
 
 
 def overhead_s(trace: Trace) -> float:
     """Engine time that preemptions cost, by the simulator's own account."""
     return sum(row["engine_s"] or 0.0 for row in trace.rows("outcomes"))
+
+
+def felt(seconds: float) -> float:
+    """0 where it is only rounding."""
+    return 0.0 if abs(seconds) < FELT_S else seconds
 
 
 def use_over_time(trace: Trace, server: Server | Header, core: str | None = None) -> list[dict[str, float]]:
@@ -165,16 +307,31 @@ def host_beside_device(trace: Trace, server: Server) -> tuple[float, float]:
     return empty, full
 
 
-def _of_memory(policy: str, traces: Mapping[int, Trace]) -> list[Statement]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The requests served with a share of the memory."""
+
+    policy: str
+    level: int
+    """Percent."""
+    overhead_s: float
+    """Engine time that preemptions cost; 0 where it is only rounding."""
+    makespan_s: float
+    preempted: int
+
+
+def run_of(policy: str, level: int, trace: Trace) -> Run:
+    makespan_s = max(row["last_token_s"] for row in trace.rows("requests"))
+    return Run(policy, level, felt(overhead_s(trace)), makespan_s, len(trace.rows("outcomes")))
+
+
+def _of_memory(policy: str, runs: Sequence[Run]) -> list[Statement]:
     """What memory does to the overhead; nothing is said of an overhead that is only rounding."""
-    overheads = {level: overhead_s(trace) for level, trace in traces.items()}
-    felt = {level: 0.0 if abs(seconds) < FELT_S else seconds for level, seconds in overheads.items()}
+    overheads = {run.level: run.overhead_s for run in runs}
     words = [
-        f"{level}%: {seconds:.3g} s of {max(row['last_token_s'] for row in traces[level].rows('requests')):.1f} s, "
-        f"{len(traces[level].rows('outcomes'))} preempted"
-        for level, seconds in felt.items()
+        f"{run.level}%: {run.overhead_s:.3g} s of {run.makespan_s:.1f} s, {run.preempted} preempted" for run in runs
     ]
-    if max(overheads.values()) < FELT_S:
+    if not any(overheads.values()):
         return [Statement(f"{policy}: preemptions cost the engine no time that can be told from none", True,
                           "; ".join(words))]  # fmt: skip
     upto = [seconds for level, seconds in overheads.items() if level <= 40]
@@ -215,6 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     console, lines, statements = Console(width=140), list[Line](), list[Statement]()
+    memory, use = dict[str, list[Run]](), dict[str, list[dict[str, float]]]()
     recorded = None
     if options.trace:
         try:
@@ -226,14 +384,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batches = batches_of(runs[TIMELINE_LEVEL][0].rows("steps"))
         lines.append(Line(f"{policy}: steps of prompts that decode nothing", 1.0, 1 - batches.decoding))
         statements.append(_mixes(f"{policy}, {TIMELINE_LEVEL}% memory", batches))
-        statements += _of_memory(policy, {level: runs[level][0] for level in LEVELS})
-        _show_use(f"{policy}, {TIMELINE_LEVEL}% memory", use_over_time(*runs[TIMELINE_LEVEL]), console)
+        memory[policy] = [run_of(policy, level, runs[level][0]) for level in LEVELS]
+        statements += _of_memory(policy, memory[policy])
+        use[policy] = use_over_time(*runs[TIMELINE_LEVEL])
+        _show_use(f"{policy}, {TIMELINE_LEVEL}% memory", use[policy], console)
         if policy == "always-swap":
             empty, full = host_beside_device(*runs[TIMELINE_LEVEL])
             text = (
                 "under swap, host memory holds more in the quarter of the steps with the emptiest device than in that "
             )
             statements.append(Statement(f"{text}with the fullest", empty > full, f"{empty:.2%} and {full:.2%}"))
+    single = sweeps()
+    for figure, levels in single.items():
+        _show_sweep(figure, levels, console)
+    statements += of_sweeps(single)
     if recorded is not None:
         for core, header in recorded.headers.items():
             name, steps = counted(recorded, core)
@@ -243,7 +407,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _show_use(core, use_over_time(recorded, header, core), console)
     show("The overflow study's paper", lines, statements, console)
     if options.json:
-        write(options.json, lines, statements)
+        tables: dict[str, Any] = {figure: [*map(asdict, levels)] for figure, levels in single.items()}
+        tables |= {MEMORY: [asdict(run) for runs in memory.values() for run in runs], TIMELINE: use}
+        write(options.json, lines, statements, tables)
     return status(lines, statements)
 
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from published_lines import Line, Statement, show, status, write
@@ -166,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=150)
     lines: list[Line] = []
     statements: list[Statement] = []
+    rows: list[dict[str, Any]] = []
     for speed in options.speeds:
         try:
             loads = {beside: requests_of(options.data, options.seconds, speed, beside) for beside in (False, True)}
@@ -173,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.exit(2, f"published_two_classes.py: error: {error}\n")
         served = [serve(arm, loads[arm.offline], options.seconds) for arm in ARMS]
         console.print(f"\nonline x {speed:g}: {len(loads[False])} online requests in {options.seconds:g} s")
+        rows += [{"speed": speed} | asdict(one) | {"arm": one.arm.name} for one in served]
         for one in served:
             console.print(
                 f"  {one.arm.name:34} online TTFT p50 {one.ttft_p50_s:7.3f} s, p99 {one.ttft_p99_s:8.3f} s, between "
@@ -184,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         statements += more_statements
     show("ConServe's two classes (published: averages over their workloads)", lines, statements, console)
     if options.json:
-        write(options.json, lines, statements)
+        write(options.json, lines, statements, {"served": rows})
     return status(lines, statements)
 
 

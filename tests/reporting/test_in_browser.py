@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,21 @@ class Reader:
             self.page.wait_for_selector("html[data-charts=ready]", state="attached", timeout=60_000)
 
 
-@pytest.mark.parametrize("name", NAMES)
+looks = pytest.mark.parametrize(
+    ("width", "scheme"),
+    [pytest.param(*look, id="-".join(map(str, look))) for look in product(WIDTHS, SCHEMES)],
+)
+"""In which every page is opened."""
+
+
+@looks
 def test_it_opens_without_an_error_or_a_network_and_nothing_overflows(
-    browser: Any, pages: dict[str, Path], name: str
+    browser: Any, pages: dict[str, Path], width: int, scheme: str
 ) -> None:
-    for width in WIDTHS:
-        reader = Reader(browser, pages[name], width)
+    for name in NAMES:
+        reader = Reader(browser, pages[name], width, scheme)
         try:
+            assert reader.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") is (scheme == "dark")
             assert reader.said == []
             assert [url for url in reader.fetched if not url.startswith(("file:", "data:", "blob:"))] == []
             assert reader.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -220,10 +229,10 @@ CONTRAST = """
 """
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_text_has_contrast(browser: Any, pages: dict[str, Path], scheme: str) -> None:
+@looks
+def test_text_has_contrast(browser: Any, pages: dict[str, Path], width: int, scheme: str) -> None:
     for name in NAMES:
-        reader = Reader(browser, pages[name], scheme=scheme)
+        reader = Reader(browser, pages[name], width, scheme)
         marks = "●■▲▼◆━╍┈▮"  # of a key, at 3:1 as graphics
         low = [one for one in reader.page.evaluate(CONTRAST) if not (one[-1] in marks and float(one.split()[0]) >= 3)]
         assert low == [], name

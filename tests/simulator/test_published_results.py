@@ -193,11 +193,46 @@ def test_the_overflow_study_counts_what_was_in_use(monkeypatch: pytest.MonkeyPat
     assert study.overhead_s(trace) < study.FELT_S < study.overhead_s(study.simulated("always-recompute", 12)[0])
 
 
+@pytest.mark.parametrize("victims", [1, 2, 4])
+def test_a_single_overflow_evicts_whom_it_should_and_copies_take_what_arithmetic_says(victims: int) -> None:
+    study = script("published_overflow")
+    requests = study.VICTIM_REQUESTS
+    level = study.measured(7, study.Overflow(32, requests, 256, victims))
+    assert level.level == 7 and level.evicted_tokens == victims * 256
+    times, block_bytes = study.machine(32, requests * 256)
+    blocks = 256 // 32
+    one_s = sum(times.copy_s(way, blocks * block_bytes, blocks * 64, block_bytes // 64) for way in ("save", "load"))
+    assert level.link_ms == pytest.approx(1e3 * victims * one_s)
+    # Beside the steps of those that stay, copies take no engine time; a recompute takes the compute of its tokens.
+    assert level.swap_ms == pytest.approx(0, abs=1e-6) and level.recompute_ms > 5 * victims
+
+
+def test_an_overflow_that_is_another_one_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = script("published_overflow")
+    monkeypatch.setattr(study.Overflow, "blocks", property(lambda overflow: 4 * 4 + 4))
+    with pytest.raises(AssertionError, match="no other overflow"):
+        study.measured(1, study.Overflow(16, 4, 64))
+
+
+def test_sweeps_of_another_shape_do_not_hold() -> None:
+    study = script("published_overflow")
+
+    def levels(*costs: tuple[float, float]) -> Any:
+        return [study.Level(at, at, *cost, 0.0) for at, cost in enumerate(costs)]
+
+    figures = (study.STUDY_BLOCK_SIZE, study.EVICTED_TOKENS, study.SEQUENCE_LENGTH)
+    as_published = (levels((10, 9), (11, 8)), levels((1, 2), (4, 3)), levels((1, 2), (4, 3)))
+    assert [one.holds for one in study.of_sweeps(dict(zip(figures, as_published, strict=True)))] == [True] * 6
+    other = (levels((10, 9), (14, 9)), levels((1, 2), (4, 2)), levels((1, 2), (4, 5)))
+    held = [one.holds for one in study.of_sweeps(dict(zip(figures, other, strict=True)))]
+    assert held == [False, False, False, True, True, False]
+
+
 def test_an_overhead_that_is_rounding_is_printed_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     study = script("published_overflow")
     monkeypatch.setattr(study, "overhead_s", lambda trace: -1.98e-14)
     trace, _ = study.simulated("always-swap", 60)
-    (statement,) = study._of_memory("always-swap", {60: trace})
+    (statement,) = study._of_memory("always-swap", [study.run_of("always-swap", 60, trace)])
     assert statement.holds and statement.figures.startswith("60%: 0 s of ")
 
 

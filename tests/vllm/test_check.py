@@ -70,6 +70,16 @@ def test_a_model_with_experts_after_one_without(process: EngineProcess, model: s
         assert found["refused"] == found["not_laid_out"] == "" and found["groups"]
 
 
+@pytest.mark.parametrize(("family", "words"), [("granite-4", "states beside attention"), ("llama", "")])
+def test_fp8_with_layers_that_it_was_not_tested_with_is_told(
+    process: EngineProcess, family: str, words: str, tmp_path: Path
+) -> None:
+    llm = str(families.make(family, tmp_path))
+    untested = asked(process, llm, "--dtype", "float32", "--kv-cache-dtype", "fp8")["untested"]
+    assert untested.startswith(f"--kv-cache-dtype fp8 was not tested with {words};" if words else "")
+    assert bool(untested) == bool(words)
+
+
 def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path) -> None:
     """And no memory is taken for them: the layers of a model of many GiB are made as fast."""
     config = json.loads((Path(model) / "config.json").read_text())
@@ -315,9 +325,7 @@ def test_the_report_says_what_host_memory_holds() -> None:
 
 
 @pytest.mark.parametrize("is_laid_out", [True, False])
-def test_what_was_not_tested_of_a_models_inputs_is_in_the_answer(
-    monkeypatch: pytest.MonkeyPatch, is_laid_out: bool
-) -> None:
+def test_what_was_not_tested_of_a_setup_is_in_the_answer(monkeypatch: pytest.MonkeyPatch, is_laid_out: bool) -> None:
     def laid_out(config: Any) -> Any:
         if not is_laid_out:
             raise RuntimeError("needs weights")
@@ -327,7 +335,7 @@ def test_what_was_not_tested_of_a_models_inputs_is_in_the_answer(
     monkeypatch.setattr(lay_out, "groups_of", lambda kv_cache: [])
     monkeypatch.setattr(lay_out, "served_block_bytes", lambda config, kv_cache: 4096)
     monkeypatch.setattr(lay_out, "host_gib_of", lambda config: 4.0)
-    monkeypatch.setattr(lay_out, "untested_inputs", lambda config: f"{config} was not tested")
+    monkeypatch.setattr(lay_out, "untested_setup", lambda config: f"{config} was not tested")
     arguments: Any = "M"
     found = lay_out.judged(arguments)
     assert found["untested"] == "M was not tested" and ("block_bytes" in found) == is_laid_out

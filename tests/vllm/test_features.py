@@ -130,7 +130,7 @@ def test_what_a_model_drafts_for_itself_is_accepted(result: dict[str, Any]) -> N
 
 @pytest.mark.slow
 @pytest.mark.feature("tensor parallelism")
-@pytest.mark.parametrize("name", ["llama", "gpt-oss", "granite-4", "deepseek-v2"])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "llama-4", "granite-4", "qwen3-next", "deepseek-v2"])
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     """Each with its own part of every block. Latent KV is the same on both: one saves it, and both load it."""
     family = (families.PLAIN | families.FAMILIES)[name]

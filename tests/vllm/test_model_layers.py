@@ -51,6 +51,8 @@ def run(layers: ModelLayers, how: str, server: Server) -> Run:
         ("mistral-7b-v0.1", ["SlidingWindow"], 32, 16),
         ("gpt-oss-20b", ["FullAttention", "SlidingWindow"], 12, 16),
         ("gemma-3-12b", ["FullAttention", *["SlidingWindow"] * 5], 8, 16),
+        ("llama-4-scout", [*["ChunkedLocalAttention"] * 3, "FullAttention"], 12, 16),
+        ("deepseek-v3", ["MLAAttention"], 61, 16),
         ("granite-4-h-small", ["FullAttention", *["Mamba"] * 9], 4, 528),
         ("nemotron-h-8b", ["FullAttention", *["Mamba"] * 6], 4, 528),
         ("qwen3-next-80b-a3b", ["FullAttention", *["Mamba"] * 3], 12, 544),
@@ -66,6 +68,15 @@ def test_the_groups_are_those_that_vllm_makes(name: str, kinds: list[str], layer
     assert scheduler.kv_cache_manager.block_pool.num_gpu_blocks == 10
     token_bytes = max(attention.token_bytes for attention in model.attention)
     assert block_bytes_of(model) == layers * size * token_bytes
+
+
+def test_layers_with_fewer_bytes_of_a_token_have_longer_blocks() -> None:
+    model = MODELS["gemma-4-31b"]
+    groups = scheduler_for(server_of(model, blocks=9), model).kv_cache_config.kv_cache_groups
+    sizes = sorted((type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size) for group in groups)
+    assert sizes == [("FullAttentionSpec", 32), *[("SlidingWindowSpec", 16)] * 5]
+    assert {len(group.layer_names) for group in groups} == {10}
+    assert block_bytes_of(model) == 10 * 16 * 2 * 16 * 256 * 2 == 10 * 32 * 2 * 4 * 512 * 2
 
 
 def test_windows_are_stored_whole_without_the_hybrid_manager() -> None:
@@ -125,6 +136,10 @@ def test_a_server_with_other_blocks_is_refused() -> None:
 
 
 def test_what_vllm_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="should have one of window, chunk and latent"):
+        Attention(1, 2, 32, window=40, chunk=64)
+    with pytest.raises(InputError, match="kv_heads should be 1"):
+        Attention(1, 2, 32, latent=True)
     with pytest.raises(InputError, match="a: has no attention layers"):
         ModelLayers("a", (), States(1, 8))
     with pytest.raises(InputError, match="leave it True"):

@@ -63,7 +63,7 @@ class CheckReport:
     helps: tuple[str, ...] = ()
     """Changes with any one of which it would be served, where it is the plugin that refuses; each was tried."""
     untested: str = ""
-    """What no test has shown of the model's inputs, though they are served; empty where there is nothing."""
+    """What no test has shown of the model with these flags, though it is served; empty where there is nothing."""
 
     @property
     def served(self) -> bool | None:

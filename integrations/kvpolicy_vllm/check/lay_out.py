@@ -26,7 +26,7 @@ from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
 from kvpolicy_vllm.plugin.kv_layout import block_bytes
 from kvpolicy_vllm.plugin.scheduler import refuse_order
 from kvpolicy_vllm.plugin.settings import Settings, refuse_unsafe_files
-from kvpolicy_vllm.plugin.tested_setups import untested_inputs
+from kvpolicy_vllm.plugin.tested_setups import untested_setup
 from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
         kv_cache = laid_out(config)
     # The model's own error, or one of a model that needs its weights or a device to be made: which is not known.
     except Exception as error:  # noqa: BLE001
-        return {"not_laid_out": f"{type(error).__name__}: {error}", "untested": untested_inputs(config)}
+        return {"not_laid_out": f"{type(error).__name__}: {error}", "untested": untested_setup(config)}
     groups = groups_of(kv_cache)
     try:
         served = {
@@ -94,7 +94,7 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
         }
     except KVPolicyError as error:
         raise NotServed(str(error), groups) from error
-    return served | {"untested": untested_inputs(config)}
+    return served | {"untested": untested_setup(config)}
 
 
 def is_served(arguments: AsyncEngineArgs) -> bool:

@@ -97,7 +97,7 @@ class PolicyHooks:
             )
         self.kvpolicy = own.controller
         self.kvpolicy.beside = connectors_beside(config)
-        warn_untested_connectors(self.kvpolicy.beside)
+        warn_untested_connectors(self.kvpolicy.beside, self.kvpolicy.tables is not None)
         if overwrites_before_saves(config, self.kv_cache_config):
             warn_untested_states()
             self.kvpolicy.copies.pinned = PinnedBlocks(self.kv_cache_manager.block_pool)

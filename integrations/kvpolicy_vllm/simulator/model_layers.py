@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.versions import OLDEST_WITH_TABLES, engine_version
@@ -37,18 +43,49 @@ planning = import_module(PLANNING if find_spec(PLANNING) else UNTIL_0_32)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Layers that keep the keys and values of tokens."""
+    """Layers that keep the keys and values of tokens, or one vector of each token.
+
+    Raises InputError for layers of two kinds at once.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     window: int | None = None
     """Tokens that a layer attends to; None: all."""
+    chunk: int | None = None
+    """Tokens in each of the chunks that a layer attends within; None: none."""
+    latent: bool = False
+    """Whether a token has one vector of ``head_dim`` values (MLA), for keys and values of all heads."""
+
+    def __post_init__(self) -> None:
+        if sum((self.window is not None, self.chunk is not None, self.latent)) > 1:
+            raise InputError(f"{self}: should have one of window, chunk and latent")
+        if self.latent and self.kv_heads != 1:
+            raise InputError(f"{self}: kv_heads should be 1, as all heads share a latent vector")
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * int(DTYPE.itemsize)
+        return (1 if self.latent else 2) * self.kv_heads * self.head_dim * int(DTYPE.itemsize)
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens back from the last one that a layer attends to at most; None: all."""
+        return self.window or self.chunk
+
+    def specification(self, block_size: int) -> Any:
+        """vLLM's, of one of these layers."""
+        shape = {
+            "block_size": block_size, "num_kv_heads": self.kv_heads, "head_size": self.head_dim, "dtype": DTYPE,
+        }  # fmt: skip
+        if self.latent:
+            return MLAAttentionSpec(**shape)
+        if self.chunk is not None:
+            return ChunkedLocalAttentionSpec(attention_chunk_size=self.chunk, **shape)
+        if self.window is not None:
+            return SlidingWindowSpec(sliding_window=self.window, **shape)
+        return FullAttentionSpec(**shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +125,8 @@ class ModelLayers:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block. A page holds a state or the tokens of one layer, so there are as many as a state takes."""
+        """Tokens in a block of the layers with the most bytes of a token; vLLM makes that of others longer. A page
+        holds a state or the tokens of one layer, so there are as many as a state takes."""
         if self.states is None:
             return ALIGNED_TOKENS
         max_bytes = max(attention.token_bytes for attention in self.attention)
@@ -99,11 +137,7 @@ class ModelLayers:
         size, names = self.block_size, _names()
         found: dict[str, Any] = {}
         for attention in self.attention:
-            shape = {"num_kv_heads": attention.kv_heads, "head_size": attention.head_dim, "dtype": DTYPE}
-            window = attention.window
-            spec: Any = FullAttentionSpec(block_size=size, **shape)
-            if window is not None:
-                spec = SlidingWindowSpec(block_size=size, sliding_window=window, **shape)
+            spec = attention.specification(size)
             found |= {next(names): spec for _ in range(attention.layers)}
         if self.states is not None:
             page_bytes = max(spec.page_size_bytes for spec in found.values())
@@ -175,6 +209,10 @@ MODELS: Mapping[str, ModelLayers] = {
         ModelLayers("mistral-7b-v0.1", (Attention(32, 8, 128, window=4096),)),
         ModelLayers("gpt-oss-20b", (Attention(12, 8, 64, window=128), Attention(12, 8, 64))),
         ModelLayers("gemma-3-12b", (Attention(40, 8, 256, window=1024), Attention(8, 8, 256))),
+        ModelLayers("gemma-4-31b", (Attention(50, 16, 256, window=1024), Attention(10, 4, 512))),
+        ModelLayers("llama-4-scout", (Attention(36, 8, 128, chunk=8192), Attention(12, 8, 128))),
+        # 512 values of keys and values of all heads, and 64 of their positions.
+        ModelLayers("deepseek-v3", (Attention(61, 1, 512 + 64, latent=True),)),
         # Convolution of 3 x 8,448 values and state of 128 heads x 64 x 128; two bytes each.
         ModelLayers("granite-4-h-small", (Attention(4, 8, 128),), States(36, 2 * (3 * 8448 + 128 * 64 * 128))),
         # Convolution of 3 x 10,240 values and state of 128 heads x 64 x 128; two bytes each.
