@@ -11,7 +11,7 @@ import pytest
 
 from kvpolicy import policy
 from kvpolicy.fields import WrongValue
-from kvpolicy.order import Order, Progress, Rank, View, load
+from kvpolicy.order import Order, OrderError, Progress, Rank, View, load
 from kvpolicy.simulator import Builtin, Server
 from kvpolicy.simulator.builtin import ordering
 from kvpolicy.simulator.builtin.live_request import LiveRequest
@@ -215,7 +215,7 @@ def test_fcfs_ranks_nothing() -> None:
 def test_an_error_in_an_order_is_raised_where_nobody_is_served() -> None:
     """A server goes on without; a simulation would report what nobody asked for."""
     order: Order = load(RAISING, allow_python=True)
-    with pytest.raises(KeyError):
+    with pytest.raises(OrderError, match=r"^order raising\S*: rank failed with KeyError: 0 \(.*unruly.py, line \d+\)$"):
         run(workload(*batch(3)), replace(TEN, order=order), "always-swap", SECONDS)
 
 
