@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -21,7 +22,7 @@ from kvpolicy.events import Transfer
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
 from kvpolicy_vllm.plugin.host_copies import Copy, Settled
 from kvpolicy_vllm.plugin.trace_writer import TraceRecorder
-from tests.attribution.step_rows import Row, one_after_another, repeated, step
+from tests.attribution.step_rows import Row, calm_steps, one_after_another, repeated, step
 from tests.attribution.step_rows import transfer as transfer_of
 
 SHIPPED = "cpu-llama-native"
@@ -111,11 +112,11 @@ def of_core(table: pa.Table, core: str) -> pa.Table:
     return table.filter(pc.equal(table["core"], core))
 
 
-def with_idle_steps(steps: pa.Table) -> list[Row]:
+def with_idle_steps(steps: Sequence[Row]) -> list[Row]:
     """The steps, numbered anew, with one before every fourth that the engine makes without requests, as to report
     metrics."""
     rows: list[Row] = []
-    for index, row in enumerate(steps.sort_by("start_s").to_pylist()):
+    for index, row in enumerate(steps):
         if index % 4 == 3:
             rows.append(step(len(rows), row["start_s"], (0, 0, 0, 0), idle=True))
         rows.append(row | {"step": len(rows)})
@@ -133,7 +134,7 @@ def test_a_server_counts_what_its_trace_says(factor: float, share: float) -> Non
     model = replace(shipped, fixed_s=factor * shipped.fixed_s, per_part_s=scaled)
     trace = traces.read(SHIPPED)
     for core in trace.headers:
-        rows = with_idle_steps(of_core(trace.table("steps"), core))
+        rows = with_idle_steps(of_core(trace.table("steps"), core).sort_by("start_s").to_pylist())
         found, written = served(rows, model, share=share)
         work = step_work(written.table("steps"), model).work
         assert work.recompute_s and found["recompute_microseconds"] == pytest.approx(1e6 * work.recompute_s)
@@ -141,6 +142,21 @@ def test_a_server_counts_what_its_trace_says(factor: float, share: float) -> Non
         idle = sum("idle" in row for row in rows)
         left_out = len(rows) - len(written.rows["steps"]) - idle
         assert idle and (left_out > 0) == (share < 1)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.05])
+def test_what_is_not_recorded_leaves_what_steps_are_expected_to_take(share: float) -> None:
+    """Where two steps in five compute prompts, and leave cold caches in the next two, unless one of these is idle."""
+    rows = calm_steps(3000, np.random.default_rng(3), noise=0.05)
+    for number in range(20, 3000, 47):
+        row, pairs = rows[number], 400 * 401 // 2
+        row["repeated"] = [repeated(f"p{number}", 400, 0, pairs, 0)]
+        row["scheduled_tokens"], row["chunk_context"] = row["scheduled_tokens"] + 400, row["chunk_context"] + pairs
+        row["duration_s"] *= 2
+    found, written = served(with_idle_steps(one_after_another(rows, 0.0)), COLD, share=share)
+    work = step_work(written.table("steps"), COLD).work
+    assert work.recompute_s and found["recompute_microseconds"] == pytest.approx(1e6 * work.recompute_s)
+    assert (len(written.rows["steps"]) < 1500) == (share < 1)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.6])
