@@ -26,6 +26,8 @@ TOOL_COPY = "tool"
 CACHE_COPY = "cache"
 """The same of copies that the cache of prompts makes: saves of what no preempted request needs, and loads of what a
 request finds."""
+OTHER_COPIES = (TOOL_COPY, CACHE_COPY)
+"""Copies that belong to no preemption."""
 
 
 def copy_pieces(block_bytes: int, segment_bytes: int) -> int:

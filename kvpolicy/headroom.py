@@ -7,7 +7,7 @@ With, over the steps of a run,
     D  seconds that the steps take with their decodes alone; d = D / U is the price of a decoded token
     P  seconds that the recomputed tokens add to the steps; p = P / R is the *marginal* price of one of them, in a step
        that decodes anyway
-    W  seconds that executed swaps cost the engine
+    W  seconds that executed swaps cost the engine, with what their copies add to steps; D and P are without that
     T  seconds that the engine was busy
 
 the *tax* is R / U, and

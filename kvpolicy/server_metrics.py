@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException, InvalidURL
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -35,7 +36,8 @@ class Metrics:
 
     @classmethod
     def of(cls, text: str) -> Metrics:
-        """From Prometheus' text format. Lines that are no sample are passed over."""
+        """From Prometheus' text format. Lines that are no sample are passed over, and so are NaN and infinities, which
+        count nothing."""
         samples: dict[tuple[str, Labels], float] = {}
         for line in text.splitlines():
             found = None if line.startswith("#") else _SAMPLE.match(line.strip())
@@ -45,7 +47,8 @@ class Metrics:
                 value = float(found[3])
             except ValueError:
                 continue
-            samples[found[1], tuple(sorted(_LABEL.findall(found[2] or "")))] = value
+            if isfinite(value):
+                samples[found[1], tuple(sorted(_LABEL.findall(found[2] or "")))] = value
         return cls(samples)
 
     @property

@@ -48,6 +48,7 @@ def test_samples_are_read_and_summed() -> None:
     assert metrics.total("vllm:num_requests_running") == 7 and metrics.largest("vllm:kv_cache_usage_perc") == 0.97
     assert metrics.total("vllm:kvpolicy_preemptions_total", executed="swap") == 15
     assert metrics.by("vllm:kvpolicy_fallbacks_total", "reason") == {("host_full",): 5, ("error",): 0}
+    assert Metrics.of("a NaN\nb +Inf\nc -Inf\nd 1\n").samples == {("d", ()): 1.0}
     assert metrics.largest("nothing") is None and metrics.total("nothing") == 0 and metrics.has_plugin
 
 

@@ -40,7 +40,7 @@ from kvpolicy.attribution.step_time_fit import (
     with_aftermath,
 )
 from kvpolicy.attribution.tool_effects import MIN_STEPS, effects, seconds_of
-from kvpolicy.events import CACHE_COPY, TOOL_COPY
+from kvpolicy.events import OTHER_COPIES
 from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import Trace, TraceError, left_out_before
 
@@ -159,7 +159,7 @@ def _core(trace: Trace, name: str) -> _Core:
         for table in map(trace.table, ("steps", "transfers", "outcomes", "decisions", "requests"))
     )
     steps = steps.sort_by("start_s")
-    of_tool = pc.is_in(transfers["preemption_id"], pa.array([TOOL_COPY, CACHE_COPY]))
+    of_tool = pc.is_in(transfers["preemption_id"], pa.array(OTHER_COPIES))
     tool_effects = _tool_effects(steps, transfers.filter(of_tool))
     transfers = transfers.filter(pc.invert(of_tool))
     duration_s = _reals(steps, "duration_s")
@@ -168,7 +168,7 @@ def _core(trace: Trace, name: str) -> _Core:
     first = _rows_of_steps(steps, outcomes["first_step"])
     outcomes, first = outcomes.filter(pa.array(first >= 0)), first[first >= 0]
     ids = outcomes["preemption_id"].combine_chunks()
-    copying = _copying_steps(steps, transfers)
+    copying = copying_steps(steps, transfers)
     involved = _concatenated(_block_losses(first, ids), _recomputing_steps(steps), copying)
     complete = unbroken(
         _timeline(steps, requests), _span(steps, outcomes, first, involved, _with_request_record(decisions, requests))
@@ -180,14 +180,14 @@ def _core(trace: Trace, name: str) -> _Core:
     beside_tool = np.zeros(0, np.int64)
     if tool_effects is not None:
         beside_tool = np.flatnonzero(tool_effects.any(axis=1))
-        tool_rows = np.intersect1d(beside_tool, _untouched_rows(steps, involved.row, ("preemptions",)))
+        tool_rows = np.intersect1d(beside_tool, untouched_rows(steps, involved.row, ("preemptions",)))
         if len(tool_rows) < MIN_STEPS:
             beside_ids = involved.preemption_id.filter(pa.array(np.isin(involved.row, beside_tool)))
             complete &= _index_in(ids, beside_ids) < 0
-    undisturbed = _untouched_rows(
+    undisturbed = untouched_rows(
         steps, np.concatenate([involved.row, beside_tool]), ("recomputed_tokens", "preemptions", "saves", "loads")
     )
-    without_copies = _untouched_rows(steps, np.concatenate([copying.row, beside_tool]), ("saves", "loads"))
+    without_copies = untouched_rows(steps, np.concatenate([copying.row, beside_tool]), ("saves", "loads"))
     return _Core(
         name, steps, _parts(steps), duration_s, involved, undisturbed, without_copies, ids.filter(pa.array(complete)),
         loaded, tool_effects, tool_rows,
@@ -273,7 +273,7 @@ def repeated_parts(steps: pa.Table) -> tuple[Ints, pa.Array, Floats]:
     return row, flat.field("preemption_id"), parts
 
 
-def _copying_steps(steps: pa.Table, transfers: pa.Table) -> _Involved:
+def copying_steps(steps: pa.Table, transfers: pa.Table) -> _Involved:
     """Steps that copies overlapped in time."""
     start_s = _reals(steps, "start_s")
     end_s = np.maximum.accumulate(start_s + _reals(steps, "duration_s"))
@@ -308,7 +308,7 @@ def _concatenated(*tables: _Involved) -> _Involved:
     )
 
 
-def _untouched_rows(steps: pa.Table, involved: Ints, counts: Sequence[str]) -> Ints:
+def untouched_rows(steps: pa.Table, involved: Ints, counts: Sequence[str]) -> Ints:
     """Rows of the steps that computed something, without those ``involved``, those in which one of ``counts`` is above
     0, and their aftermath."""
     touched = np.zeros(steps.num_rows + AFTERMATH_STEPS, dtype=np.bool_)

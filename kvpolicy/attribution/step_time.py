@@ -50,12 +50,13 @@ class StepTimeModel:
     steps: int
     error: HeldOutError
 
-    def predict(self, parts: Floats) -> Floats:
+    def predict(self, parts: Floats, numbers: Ints | None = None) -> Floats:
         """Seconds for each row of ``parts``, shape (steps, 4) in the order of :data:`PARTS`; 0 for an empty step.
 
-        Rows are successive steps, because a step's duration depends on the steps right before it.
+        Rows are in the order of the steps, because a step's duration depends on the steps right before it.
+        ``numbers``: see :func:`with_aftermath`.
         """
-        design = with_aftermath(parts)
+        design = with_aftermath(parts, numbers)
         return np.where(parts[:, 0] > 0, self.fixed_s + design @ np.asarray(self.per_part_s), 0.0)
 
     def price(self, parts: Floats) -> Floats:
@@ -120,20 +121,21 @@ def step_seconds(
 
 
 def recompute_prices(
-    model: StepTimeModel, parts: Sequence[Any], rest: Sequence[Any], duration_s: Any, expected_s: Any
+    model: StepTimeModel, parts: Sequence[Any], rest: Sequence[Any], duration_s: Any, pace: Any
 ) -> tuple[Any, Any]:
     """Seconds that recomputed tokens added to steps that ran, and seconds of what is left with its decodes alone.
 
     The clock says how long a step took, and the model how that divides: all of its prices of a step are scaled by
-    measured over expected. A model that is off for these steps, as one that was fitted where few steps hold prompts,
-    then cannot charge more to recomputed tokens than their steps took, with the aftermath of these.
+    ``pace``. A model that is off for these steps, as one that was fitted where few steps hold prompts, then cannot
+    charge more to recomputed tokens than their steps took, with the aftermath of these.
 
     ``parts``, ``rest``: what the steps compute, and what of it is not recomputed, in the order of :data:`PARTS`:
-    numbers, or columns, as the others are. ``expected_s``: by the model, with the aftermath of earlier steps. A step of
-    nothing but recomputed tokens would not have been executed and counts in full.
+    numbers, or columns, as the others are. ``pace``: measured over expected, by the model and with the aftermath of
+    earlier steps. Where copies made a step longer, no more than in the steps around it: that time is counted with the
+    swaps, and is no price of what the step computes. A step of nothing but recomputed tokens would not have been
+    executed and counts in full.
     """
     _, decodes, reads, _ = rest
-    pace = np.divide(duration_s, expected_s, out=np.zeros(np.shape(duration_s)), where=np.greater(expected_s, 0))
     rest_s = np.where(np.greater(rest[0], 0), model.own_s(*rest), 0.0)
     decodes_s = np.where(np.greater(decodes, 0), model.own_s(decodes, decodes, reads, 0), 0.0)
     return pace * np.maximum(0.0, model.own_s(*parts) - rest_s), np.minimum(pace * decodes_s, duration_s)
@@ -144,10 +146,19 @@ def aftermath(tokens: float, decodes: float) -> float:
     return min(1.0, max(0.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS))
 
 
-def with_aftermath(parts: Floats) -> Floats:
-    """``parts`` with one more column per earlier step, :data:`AFTERMATH_STEPS` in all: its :func:`aftermath`."""
+def with_aftermath(parts: Floats, numbers: Ints | None = None) -> Floats:
+    """``parts`` with one more column per earlier step, :data:`AFTERMATH_STEPS` in all: its :func:`aftermath`.
+
+    ``numbers``: of the steps, ascending. A step that is not among them leaves 0, as one that computes nothing does. By
+    default no step is absent.
+    """
     chunk = np.clip((parts[:, 0] - parts[:, 1]) / FULL_AFTERMATH_TOKENS, 0.0, 1.0)
-    before = [np.concatenate([np.zeros(min(lag, len(chunk))), chunk[:-lag]]) for lag in range(1, AFTERMATH_STEPS + 1)]
+    if numbers is None:
+        numbers = np.arange(len(chunk))
+    before = []
+    for lag in range(1, AFTERMATH_STEPS + 1):
+        row = np.minimum(np.searchsorted(numbers, numbers - lag), len(numbers) - 1)
+        before.append(np.where(numbers[row] == numbers - lag, chunk[row], 0.0))
     return np.column_stack([parts, *before])
 
 

@@ -1,9 +1,10 @@
 """What the steps of a trace computed, priced by their step-time model: the input of :mod:`kvpolicy.headroom`.
 
-A step costs what was measured, and its parts share that as the model says, with the aftermath that it leaves in the
-next steps charged to itself (:func:`~kvpolicy.attribution.step_time.recompute_prices`). Recomputed tokens add the
-difference to the same step without them; a step of nothing else would not have been executed. A server counts the same
-in its ``/metrics``, by the step times of its cost model.
+A step costs what was measured, without what copies beside it may have added, and its parts share that as the model
+says, with the aftermath that it leaves in the next steps charged to itself
+(:func:`~kvpolicy.attribution.step_time.recompute_prices`). Recomputed tokens add the difference to the same step
+without them; a step of nothing else would not have been executed. A server counts the same in its ``/metrics``, by the
+step times of its cost model.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from kvpolicy.arrays import Floats, causal_pairs
-from kvpolicy.attribution.offline import repeated_parts, share_of_step
-from kvpolicy.attribution.step_time import PARTS, StepTimeModel, recompute_prices
-from kvpolicy.events import Preemption
+from kvpolicy.attribution.offline import copying_steps, repeated_parts, share_of_step, untouched_rows
+from kvpolicy.attribution.step_time import PARTS, StepTimeModel, medians, recompute_prices
+from kvpolicy.events import OTHER_COPIES, Preemption
 from kvpolicy.headroom import NO_STEP_TIMES, Work, share_text
 from kvpolicy.trace import TraceError, weights_of
 
@@ -32,10 +34,11 @@ class StepWork:
     """By preemption, the seconds that its recomputed tokens added; empty without a step-time model."""
 
 
-def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
+def step_work(steps: pa.Table, model: StepTimeModel | None, transfers: pa.Table | None = None) -> StepWork:
     """The work of ``steps``, rows of one core in any order. Without a ``model`` its seconds are unknown.
 
-    Raises TraceError, naming the row, for a step with more repeated tokens than scheduled ones.
+    ``transfers``: the core's; None where nothing was copied. Raises TraceError, naming the row, for a step with more
+    repeated tokens than scheduled ones.
     """
     steps = steps.sort_by("start_s")
     parts, duration_s = _parts(steps), _reals(steps, "duration_s")
@@ -53,11 +56,32 @@ def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
     decoded, recomputed = round(float(rest[:, 1] @ weight)), int(tokens.sum())  # steps that recompute have weight 1
     if model is None:
         return StepWork(Work(decoded, recomputed, None, None if recomputed else 0.0, busy_s), {})
-    added_s, decodes_s = recompute_prices(model, tuple(parts.T), tuple(rest.T), duration_s, model.predict(parts))
+    pace = _pace(steps, transfers, model)
+    added_s, decodes_s = recompute_prices(model, tuple(parts.T), tuple(rest.T), duration_s, pace)
     share_s = added_s[row] * share_of_step(row, tokens, len(parts))
     work = Work(decoded, recomputed, float(decodes_s @ weight), float(share_s.sum()), busy_s)
     names, index = np.unique(np.asarray(ids.to_pylist(), dtype=np.str_), return_inverse=True)
     return StepWork(work, dict(zip(names.tolist(), np.bincount(index, share_s, len(names)).tolist(), strict=True)))
+
+
+def _pace(steps: pa.Table, transfers: pa.Table | None, model: StepTimeModel) -> Floats:
+    """How many times longer than predicted each step took, in order of their start; 0 where nothing was computed.
+
+    Beside copies of preemptions and in their aftermath, a step is taken for no slower than the others around it, since
+    what copies add is counted with the swaps. So is one right after steps that were left out, whose aftermath is not
+    known. Without others their pace is 1.
+    """
+    duration_s, expected_s = _reals(steps, "duration_s"), model.predict(_parts(steps), steps["step"].to_numpy())
+    pace = np.divide(duration_s, expected_s, out=np.zeros(len(duration_s)), where=expected_s > 0)
+    copied = np.zeros(0, np.int64)
+    if transfers is not None:
+        of_preemptions = pc.invert(pc.is_in(transfers["preemption_id"], pa.array(OTHER_COPIES)))
+        copied = copying_steps(steps, transfers.filter(of_preemptions)).row
+    plain = untouched_rows(steps, copied, ())
+    others = np.setdiff1d(np.arange(len(pace)), plain)
+    around: Floats | float = medians(pace[plain], np.searchsorted(plain, others), skip=0) if len(plain) > 1 else 1.0
+    pace[others] = np.minimum(pace[others], around)
+    return pace
 
 
 def _parts(steps: pa.Table) -> Floats:
@@ -119,8 +143,8 @@ class TokenPrices:
         return self.decoded_tokens / self.decode_steps if self.decode_steps else None
 
 
-def token_prices(steps: pa.Table, model: StepTimeModel | None) -> TokenPrices:
-    """Of ``steps``, rows of one core."""
+def token_prices(steps: pa.Table, model: StepTimeModel | None, transfers: pa.Table | None = None) -> TokenPrices:
+    """Of ``steps``, rows of one core; arguments as for :func:`step_work`."""
     steps = steps.sort_by("start_s")
     parts = _parts(steps)
     tokens, decodes, reads, _ = parts.T
@@ -130,7 +154,8 @@ def token_prices(steps: pa.Table, model: StepTimeModel | None) -> TokenPrices:
     if model is None:
         return TokenPrices(counts[0], None, counts[1], None, decode_steps)
     rest, duration_s = (decodes, decodes, reads, 0.0), _reals(steps, "duration_s")
-    added_s, decodes_s = recompute_prices(model, tuple(parts.T), rest, duration_s, model.predict(parts))
+    pace = _pace(steps, transfers, model)
+    added_s, decodes_s = recompute_prices(model, tuple(parts.T), rest, duration_s, pace)
     added_s = np.where(tokens > decodes, added_s, 0.0)
     return TokenPrices(counts[0], float(added_s @ weight), counts[1], float(decodes_s @ weight), decode_steps)
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 
 from kvpolicy.attribution.step_time import AFTERMATH_STEPS, NEIGHBOURS, StepTimeModel, aftermath, step_seconds
-from kvpolicy.events import Ending, Kind
+from kvpolicy.events import OTHER_COPIES, Ending, Kind
 
 Parts = tuple[float, float, float, float]
 """Composition of a step or of a part of it, in the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
@@ -102,6 +103,8 @@ class LiveCosts:
     """Preemption of each copy in flight, and the first step that it may overlap, by the copy's id."""
     _finished_copies: list[_Copy] = field(default_factory=list, repr=False)
     """Finished copies that may overlap unsettled steps."""
+    _copied_s: float = -inf
+    """Latest end of a preemption's copy."""
     _accounts: dict[str, _Account] = field(default_factory=dict, repr=False)
     _closed: dict[str, tuple[Kind | None, Ending, int]] = field(default_factory=dict, repr=False)
     """What was executed, how it ended, and the step it ended in, for closed preemptions not yet reported."""
@@ -121,6 +124,8 @@ class LiveCosts:
         """A copy ran from ``start_s`` to ``end_s``, on the same clock as steps."""
         self._in_flight.pop(copy_id, None)
         self._finished_copies.append(_Copy(preemption_id, start_s, end_s))
+        if preemption_id not in OTHER_COPIES:
+            self._copied_s = max(self._copied_s, end_s)
         del self._finished_copies[:-MAX_WAITING]  # stays bounded even if a worker's clock is wrong
         self._undisturbed = False
 
@@ -168,6 +173,15 @@ class LiveCosts:
             self._unsettled or self._in_flight or self._finished_copies or self._closed or any(self._recently_involved)
         )
         return complete
+
+    def copied_since(self, start_s: float) -> bool:
+        """Whether a preemption's copy was under way at ``start_s`` or later. One whose end is not reported yet is."""
+        return self._copied_s >= start_s or any(name not in OTHER_COPIES for name, _ in self._in_flight.values())
+
+    @property
+    def pace(self) -> float:
+        """How many times longer than predicted the last undisturbed steps took; 1 before there were any."""
+        return median(self._paces) if self._paces else 1.0
 
     # ---- settling ----
 
@@ -273,8 +287,7 @@ class LiveCosts:
             prices[name] = max(0.0, sum(part * s for part, s in zip(repeated, model.per_part_s, strict=False)))
         expected = step_seconds(model.fixed_s, model.per_part_s, remaining, self._aftermath, self._second_aftermath)
         self._second_aftermath, self._aftermath = self._aftermath, aftermath(remaining[0], remaining[1])
-        pace = median(self._paces) if self._paces else 1.0
-        return step.end_s - step.start_s - pace * expected, prices
+        return step.end_s - step.start_s - self.pace * expected, prices
 
     def _complete_costs(self) -> Iterable[LiveCost]:
         in_flight = {name for name, _ in self._in_flight.values()}

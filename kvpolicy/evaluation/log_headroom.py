@@ -50,9 +50,10 @@ def log_token_prices(trace: Trace) -> tuple[TokenPrices, str]:
     """What tokens of prompts, and decoded ones, cost in a trace's steps, by step times fitted to them; and why that is
     not known."""
     models, why = step_times_of(trace, fitted=price_models)
-    prices, steps = TokenPrices(), trace.table("steps")
+    prices = TokenPrices()
     for core in trace.headers:
-        prices += token_prices(steps.filter(pc.equal(steps["core"], core)), models.get(core))
+        steps, transfers = _of_core(trace, core, "steps", "transfers")
+        prices += token_prices(steps, models.get(core), transfers)
     return prices, why if prices.price_ratio is None else ""
 
 
@@ -154,12 +155,10 @@ def _core(
     reasons: list[str],
 ) -> Work:
     """The work of one core. Prices of its preemptions, and reasons why something is not known, are added."""
-    steps, outcomes, decisions = (
-        table.filter(pc.equal(table["core"], core)) for table in map(trace.table, ("steps", "outcomes", "decisions"))
-    )
+    steps, transfers, outcomes, decisions = _of_core(trace, core, "steps", "transfers", "outcomes", "decisions")
     found = StepWork(Work(decode_s=None, recompute_s=None, busy_s=None), {})
     if steps.num_rows:
-        found = step_work(steps, model)
+        found = step_work(steps, model, transfers)
     if model is None:
         reasons.append(why)
     engine_s = {row["preemption_id"]: row["engine_s"] for row in outcomes.select(OUTCOMES).to_pylist()}
@@ -177,6 +176,10 @@ def _core(
         reasons.append(NO_SWAP_COSTS)
     work = found.work
     return Work(work.decoded_tokens, work.recomputed_tokens, work.decode_s, work.recompute_s, work.busy_s, swap_s)
+
+
+def _of_core(trace: Trace, core: str, *names: str) -> list[pa.Table]:
+    return [table.filter(pc.equal(table["core"], core)) for table in map(trace.table, names)]
 
 
 def _swap_s(costs_s: Sequence[float | None]) -> float | None:

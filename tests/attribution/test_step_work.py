@@ -20,9 +20,19 @@ from kvpolicy.attribution.step_work import (
     step_work,
     token_prices,
 )
-from kvpolicy.headroom import NO_STEP_TIMES
+from kvpolicy.headroom import NO_STEP_TIMES, headroom
 from kvpolicy.trace import TraceError
-from tests.attribution.step_rows import DECODE_S, FIXED_S, PAIR_S, READ_S, TOKEN_S, law, one_after_another, step
+from tests.attribution.step_rows import (
+    DECODE_S,
+    FIXED_S,
+    PAIR_S,
+    READ_S,
+    TOKEN_S,
+    law,
+    one_after_another,
+    step,
+    transfer,
+)
 from tests.synthetic import situation
 
 MODEL = StepTimeModel(
@@ -129,6 +139,70 @@ def test_no_more_is_charged_than_was_measured() -> None:
     assert step_work(table(alone, slow), MODEL).recompute_s == {
         "a-1": pytest.approx(2 * (100 * TOKEN_S + pairs * PAIR_S))
     }
+
+
+def beside_a_copy(name: str) -> tuple[list[dict[str, Any]], pa.Table]:
+    """50 steps of 4 decodes on a machine that takes 1.2 times as long as the law, and half as long again in the ten
+    that a copy overlaps. One of these recomputes 100 tokens."""
+    pairs = 100 * 101 // 2
+    rows = [step(number, 0.0, (4, 4, 400, 0)) for number in range(50)]
+    rows[24] = step(24, 0.0, (104, 4, 400, pairs), repeated=[again("a-1", 100, 0, pairs)])
+    for row in rows:
+        row["duration_s"] *= 1.2 * (1.5 if 20 <= row["step"] < 30 else 1.0)
+    one_after_another(rows, 0.0)
+    copy = transfer(name, 20, "load", rows[20]["start_s"] + 1e-6, rows[29]["start_s"] + 1e-6)
+    return rows, traces.from_rows("transfers", [copy])
+
+
+def test_what_copies_add_to_steps_is_no_price_of_what_these_compute() -> None:
+    """It is what a swap costs. With it, the bound is what the run would have won without its preemptions."""
+    rows, copies = beside_a_copy("a-2")
+    found = step_work(table(*rows), MODEL, copies)
+    lost_s = 1.2 * (100 * TOKEN_S + 100 * 101 // 2 * PAIR_S)
+    assert found.work.decode_s == pytest.approx(1.2 * 50 * law(4, 4, 400, 0))
+    assert found.recompute_s == {"a-1": pytest.approx(lost_s)}
+    assert found.work.busy_s is not None
+    swap_s = found.work.busy_s - 1.2 * 50 * law(4, 4, 400, 0) - lost_s
+    bound = headroom(replace(found.work, swap_s=swap_s), None).bound
+    assert bound == pytest.approx(found.work.busy_s / (1.2 * 50 * law(4, 4, 400, 0)) - 1)
+    prices = token_prices(table(*rows), MODEL, copies)
+    assert (prices.decode_s, prices.prompt_s) == (pytest.approx(found.work.decode_s), pytest.approx(lost_s))
+
+
+def test_without_steps_beside_no_copy_the_model_says_how_long_they_take() -> None:
+    rows, copies = beside_a_copy("a-2")
+    found = step_work(table(*rows[20:30]), MODEL, None)
+    assert found.work.decode_s == pytest.approx(1.8 * 10 * law(4, 4, 400, 0))
+    rows, copies = beside_a_copy("a-2")
+    found = step_work(traces.from_rows("steps", rows[20:30]), MODEL, copies)
+    assert found.work.decode_s == pytest.approx(10 * law(4, 4, 400, 0))
+
+
+def test_copies_that_belong_to_no_preemption_are_no_cost_of_swaps() -> None:
+    """Prompts that are stored in host memory slow steps down with or without preemptions."""
+    rows, copies = beside_a_copy("cache")
+    found = step_work(table(*rows), MODEL, copies)
+    assert found.work.decode_s == pytest.approx(1.2 * (40 + 1.5 * 10) * law(4, 4, 400, 0))
+
+
+def test_a_step_after_some_that_were_left_out_is_no_slower_than_those_around_it() -> None:
+    """It has the aftermath of what was left out, if any, and none of the chunk that was recorded before."""
+    cold = replace(MODEL, per_part_s=(TOKEN_S, DECODE_S, READ_S, PAIR_S, 2e-3, 1e-3))
+    rows = [step(number, 0.0, (4, 4, 400, 0), weight=1.0, left_out=0) for number in (*range(8), *range(40, 48))]
+    rows[7] = step(7, 0.0, (304, 4, 400, 45150), weight=1.0, left_out=0)
+    rows[8] |= {"left_out": 32, "duration_s": law(4, 4, 400, 0) + 2e-3}
+    assert step_work(table(*rows), cold).work.decode_s == pytest.approx(16 * law(4, 4, 400, 0))
+
+
+def test_an_idle_step_that_was_not_recorded_leaves_no_aftermath() -> None:
+    """One step of a server without requests: the chunk before it is the second step before the next one."""
+    cold = replace(MODEL, per_part_s=(TOKEN_S, DECODE_S, READ_S, PAIR_S, 2e-3, 1e-3))
+    rows = [
+        step(0, 0.0, (304, 4, 400, 45150)),
+        step(2, 0.0, (4, 4, 400, 0), 1e-3),
+        step(3, 0.0, (4, 4, 400, 0)),
+    ]
+    assert step_work(table(*rows), cold).work.decode_s == pytest.approx(3 * law(4, 4, 400, 0))
 
 
 def test_without_a_model_seconds_are_unknown() -> None:

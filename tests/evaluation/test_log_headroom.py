@@ -128,6 +128,7 @@ def test_executed_swaps_cost_what_was_attributed_to_them() -> None:
     found = log_headroom([trace], Rates(1.0))
     assert found.recomputed_tokens == known.recomputed_tokens == 0
     assert found.decode_token_s is not None and found.bound is not None
+    assert found.decode_token_s == pytest.approx(known.decode_token_s, rel=0.02), "without what steps wait for copies"
     assert found.bound == pytest.approx(spent_s / (found.decode_token_s * found.decoded_tokens))
     assert found.bound == pytest.approx(known.bound, rel=0.1), "which prices them by their situations"
     assert found.forecast is not None and 0.5 * found.bound < found.forecast <= found.bound

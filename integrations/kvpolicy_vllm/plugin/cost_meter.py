@@ -5,12 +5,13 @@ Needs a step-time model, which predicts what a step would have taken undisturbed
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvpolicy.attribution import LiveCosts, StepTimeModel
 from kvpolicy.attribution.ledger import OpenPreemption, Step
-from kvpolicy.attribution.step_time import aftermath, recompute_prices, step_seconds
+from kvpolicy.attribution.step_time import AFTERMATH_STEPS, aftermath, recompute_prices, step_seconds
 from kvpolicy.attribution.streaming import NOTHING, Parts
 from kvpolicy.events import Outcome
 from kvpolicy_vllm.plugin.host_copies import Settled
@@ -32,6 +33,8 @@ class CostMeter(Observer):
         self._before: Parts = NOTHING
         """Parts of the previous step, and of the one before that."""
         self._second_before: Parts = NOTHING
+        self._began_s: deque[float] = deque(maxlen=AFTERMATH_STEPS + 1)
+        """When this step and these two began."""
 
     def copies_begin(self, jobs: StepJobs, preemptions: Mapping[int, str]) -> None:
         for copy_id, preemption_id in preemptions.items():
@@ -47,6 +50,7 @@ class CostMeter(Observer):
     def done(self, step: Step[OpenPreemption], output: Any, scheduler: Any, began_s: float, now: float) -> None:
         fill_parts(step, output)
         parts: Parts = step.parts
+        self._began_s.append(began_s)
         repeated: list[tuple[str, Parts]] = []
         if step.repeated:
             repeated = [(part.preemption_id, part.parts) for part in step.repeated]
@@ -62,10 +66,14 @@ class CostMeter(Observer):
         """Count what the recomputed tokens of a step added to it, and what its decodes took alone: of these and the
         tokens, :mod:`kvpolicy.headroom` says what there is to win. :func:`kvpolicy.attribution.step_work.step_work`
         finds the same in a trace."""
-        model, rest = self._live.model, [total - sum(again) for total, *again in zip(parts, *repeated, strict=True)]
+        live, rest = self._live, [total - sum(again) for total, *again in zip(parts, *repeated, strict=True)]
+        model = live.model
         before, second_before = (aftermath(one[0], one[1]) for one in (self._before, self._second_before))
         expected_s = step_seconds(model.fixed_s, model.per_part_s, parts, before, second_before)
-        added_s, decodes_s = recompute_prices(model, parts, rest, duration_s, expected_s)
+        pace = duration_s / expected_s if expected_s > 0 else 0.0
+        if live.copied_since(self._began_s[0]):
+            pace = min(pace, live.pace)
+        added_s, decodes_s = recompute_prices(model, parts, rest, duration_s, pace)
         self._tally.add("recompute_microseconds", 1e6 * float(added_s))
         self._tally.add("beside_recompute_microseconds", 1e6 * float(decodes_s))
         self._tally.add("beside_recompute_tokens", max(0, rest[1]))
