@@ -99,6 +99,7 @@ def files_entered(model: str, trace: Path, policy: str) -> tuple[set[str], str]:
 def fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the model fits this scheduler's made-up engine is not the question."""
     monkeypatch.setattr(FittedModel, "check_fit", lambda *arguments, **options: None)
+    monkeypatch.setattr(FittedModel, "check_geometry", lambda *arguments: None)
 
 
 @pytest.mark.parametrize("policy", ["cheapest:cpu-llama-native", "always-recompute"])
