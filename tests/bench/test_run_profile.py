@@ -19,7 +19,7 @@ EARLIER = {"llm": "some/llm", "link": None, "seed": 0, "vllm_flags": None, "exte
 
 def begun(out: Path, device: str, **asked: object) -> Path:
     """A profile that has measured one part on such a device."""
-    (header,) = make_trace(states=1, repeats=1).headers.values()
+    header = next(iter(make_trace(states=1, repeats=1).headers.values()))
     replace(header, hardware=HARDWARE | {"device": device}).write(out / "core-1")
     (out / PLAN).write_text(json.dumps({"asked": EARLIER | asked, "done": {"part": "core-1"}}))
     return out

@@ -37,7 +37,7 @@ def test_of_a_window_the_command_that_it_names_has_the_window_too(
 ) -> None:
     shadowed(served).write(tmp_path / "shadow")
     one = shadow_savings([tmp_path / "shadow"], between=("-1s", "end"))
-    assert one.to_dict()["between"] == ("-1s", "end") and one.to_dict()["traces"] == (str(tmp_path / "shadow"),)
+    assert one.to_dict()["between"] == ["-1s", "end"] and one.to_dict()["traces"] == [str(tmp_path / "shadow")]
     command = f"kvpolicy shadow {tmp_path / 'shadow'} --between -1s end --cost-model"
     assert f"for prices: {command} NAME" in one.text()
     with pytest.raises(SystemExit) as left:
