@@ -18,17 +18,15 @@ from tests.vllm.conftest import SCARCE, job
 from tests.vllm.test_faults import BLOCK_BYTES
 
 CONVERSATIONS = 6
-KEEPS: tuple[dict[str, Any], ...] = ({}, {"keep_s": 60})
+KEEPS: tuple[dict[str, Any], ...] = tuple({"keep_s": 60, "session": f"s{n}"} if n % 2 else {} for n in range(18))
+"""Every second one asks to keep its window."""
 EVERY_HINT: tuple[dict[str, Any], ...] = (
-    {}, {"keep_s": 60, "session": "a"}, {"pin": 64}, {"once": True}, {"once": True, "pin": 96},
-    {"session": "a", "ended": True}, {},
+    {}, {}, {"keep_s": 60}, {}, {"pin": 64}, {}, {"once": True}, {}, {}, {"once": True, "pin": 96}, {},
+    {"session": "a", "keep_s": 60}, {"session": "a", "ended": True},
 )  # fmt: skip
-"""As there is one more than conversations, a conversation says something else in every turn."""
+"""First turns are all worth storing. A conversation says something else in every turn."""
 POLICIES: dict[str, dict[str, Any]] = {
     "lru": {},
-    "lfu": {"cache": "lfu", "cache_files_policy": "arc", "hints": EVERY_HINT},
-    "arc": {"cache": "arc", "cache_files_policy": "s3fifo", "hints": EVERY_HINT},
-    "s3fifo": {"cache": "s3fifo", "cache_files_policy": "lfu", "hints": EVERY_HINT},
     "cost": {
         "policy": "python:tests.priced:dear", "allow_python_policies": True, "cache": "cost",
         "cache_files_policy": "cost", "hints": EVERY_HINT,
@@ -77,7 +75,8 @@ class Servers:
     ) -> dict[str, Any]:
         """``hints``: what requests say of their windows, in turn."""
         settings = {"cache": "lru", "cache_files": str(self.files), "cache_files_gib": 0.25} | extra
-        say = [request | {"says": hints[number % len(hints)]} for number, request in enumerate(requests)]
+        said = [hints[number % len(hints)] for number in range(len(requests))]
+        say = [request | ({"says": hint} if hint else {}) for request, hint in zip(requests, said, strict=True)]
         return job(
             self._model, say, SCARCE | {"enable_prefix_caching": True}, scenario="waves",
             plugin=harness.plugin(policy, **settings), waves=[[*range(len(requests))]], overwrite=True,
