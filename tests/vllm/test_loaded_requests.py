@@ -8,10 +8,16 @@ batch when it is preempted, and gets one again only when it has been loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from kvpolicy_vllm.plugin.loaded_requests import MAX_IDLE_STEPS, LoadedRequests
 from tests.vllm import soak
 from tests.vllm.setups import Setup
 from tests.vllm.test_soak import PRESSED
@@ -90,3 +96,44 @@ def test_a_loaded_request_finds_a_place_in_the_batch(places: str, outcomes: Outc
     assert waits[len(waits) * 9 // 10] <= 1, "steps that loaded requests waited, 90th percentile"
     preemptions = [sum(outcome["preemptions"] for outcome in some) for some in (swapped, recomputed)]
     assert preemptions[0] <= 1.15 * preemptions[1], "preemptions with swap and with recompute"
+
+
+class Scheduler:
+    """What of a scheduler with nobody running is looked at, and who had to give up what was loaded."""
+
+    block_size, max_num_running_reqs, ordering, policy = 16, 8, None, SimpleNamespace(value="fcfs")
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.finished_recving_kv_req_ids: set[str] = set()
+        self.gave_up: list[str] = []
+
+    def give_up_loaded(self, request: Any) -> None:
+        self.gave_up.append(request.request_id)
+
+
+def test_where_all_who_were_loaded_wait_for_each_other_the_last_one_gives_its_blocks_back() -> None:
+    """Found by a drawn schedule: the first one lacked a block, the other had all that it needed, and nobody ran."""
+    scheduler = Scheduler()
+    loaded = LoadedRequests(cast("Any", scheduler))
+    remote, preempted = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.PREEMPTED
+    for name, status in (("first", preempted), ("second", remote)):
+        loaded.requests[name] = SimpleNamespace(request_id=name, status=status, num_computed_tokens=160)
+    for _ in range(2 * MAX_IDLE_STEPS):
+        loaded.settle(0)
+    assert scheduler.gave_up == [], "the second one is still being loaded"
+    scheduler.finished_recving_kv_req_ids.add("second")
+    for scheduled, running in ((1, []), (0, ["third"])):
+        scheduler.running = running
+        for _ in range(MAX_IDLE_STEPS):
+            loaded.settle(0 if running else scheduled)
+    scheduler.running = []
+    for _ in range(MAX_IDLE_STEPS):
+        loaded.settle(0)
+    assert scheduler.gave_up == []
+    loaded.settle(0)
+    assert scheduler.gave_up == ["second"]
+    del loaded.requests["second"]
+    for _ in range(2 * MAX_IDLE_STEPS):
+        loaded.settle(0)
+    assert scheduler.gave_up == ["second"], "one alone has what it needs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,6 +11,10 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy.load_growth import LoadGrowth
 from kvpolicy_vllm.plugin.block_tables import BlockTables
+
+MAX_IDLE_STEPS = 4
+"""Steps in which nothing is computed and nobody runs or is being loaded, before one of those that were loaded gives
+its blocks back."""
 
 
 class LoadedRequests:
@@ -30,6 +35,7 @@ class LoadedRequests:
         self.growth = LoadGrowth(int(scheduler.block_size) if tables is None else tables.growth_tokens(scheduler))
         self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Number of steps at which each load under way began."""
+        self._idle_steps = 0
         self._passed_over: set[str] = set()
         """Requests that vLLM has been offered in this step, admitted or passed over, as for want of a LoRA slot."""
 
@@ -71,6 +77,23 @@ class LoadedRequests:
             if self.requests[name].num_computed_tokens == 0:
                 scheduler.discard_load(self.requests[name])
 
+    def settle(self, scheduled_tokens: int) -> None:
+        """The scheduler ran, and this many tokens are computed. Need not be called where ``requests`` is empty.
+
+        Where several were loaded, all of memory is theirs, and the first one lacks a block, vLLM goes on to none of the
+        others, which could run: with nobody running it would stay so. The last one then gives its blocks back.
+        """
+        holders = [request for request in self.requests.values() if _holds_blocks(request)]
+        waits = not (scheduled_tokens or self._scheduler.running) and all(map(self._is_ready, holders))
+        if not waits or len(holders) < 2:
+            self._idle_steps = 0
+            return
+        self._idle_steps += 1
+        if self._idle_steps > MAX_IDLE_STEPS:
+            self._idle_steps = 0
+            others = [request for request in holders if request is not self._first(holders)]
+            self._scheduler.give_up_loaded(others[-1])
+
     def keep_places(self, count: int) -> None:
         """Reserve places for running requests that sit this step out, before the scheduler runs."""
         self._lower(count)
@@ -93,11 +116,13 @@ class LoadedRequests:
         ]
         if not ready:
             return None
-        # By priority where that is the policy, as in vLLM's own queues; else in the order in which loads began.
-        first = min(ready) if self._scheduler.policy.value == "priority" else ready[0]
+        return FrontOf(queue, self._first(ready), self._passed_over)
+
+    def _first(self, ready: Sequence[Any]) -> Any:
+        """By priority where that is the policy, as in vLLM's own queues; else in the order in which loads began."""
         if self._scheduler.ordering is not None:
-            first = self._scheduler.ordering.queues.first_of(ready)
-        return FrontOf(queue, first, self._passed_over)
+            return self._scheduler.ordering.queues.first_of(ready)
+        return min(ready) if self._scheduler.policy.value == "priority" else ready[0]
 
     def full_adapters(self) -> frozenset[int] | None:
         """Adapters of the running requests where they take all LoRA slots; None where a slot is free."""

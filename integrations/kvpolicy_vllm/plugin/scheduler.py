@@ -219,6 +219,8 @@ class PolicyHooks:
         # Up to vLLM 0.31 no loaded request is admitted in a pause: a load would seem to last as long as the pause.
         if self.pause_state == PauseState.UNPAUSED:
             loaded_requests.growth.steps += output.total_num_scheduled_tokens > 0
+            if loaded_requests.requests:
+                loaded_requests.settle(output.total_num_scheduled_tokens)
         controller.step_scheduled(output)
         return output
 
@@ -335,6 +337,14 @@ class PolicyHooks:
         self.failed_recving_kv_req_ids.discard(request.request_id)
         self._take_blocks(request)
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+
+    def give_up_loaded(self, request: Any) -> None:
+        """Take the blocks of a request whose load has ended and that is not running: it comes back like one
+        without a copy."""
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.discard_load(request)
+        else:
+            self._take_blocks(request)
 
     def _take_blocks(self, request: Any) -> None:
         self.kv_cache_manager.free(request)
