@@ -224,3 +224,13 @@ def test_survival_on_the_page_is_that_of_the_file() -> None:
     page, rows = (DOCS / "model-families.md").read_text(), list(survival_rows())
     assert len(rows) >= 12
     assert [one for one in rows if one not in page] == []
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DOCS.glob("*.json")))
+def test_no_folder_of_a_machine_is_among_the_raw_numbers(name: str) -> None:
+    assert re.findall(r"[\s'\"](/[^\s/\"]+/[^\s\"]+)", (DOCS / name).read_text()) == []
+
+
+def test_a_gathered_message_names_the_file_alone() -> None:
+    message = "/some/where/run_meta.json: data_parallel_size is 2, 3/4 of it"
+    assert tool("published_results").rounded([message]) == ["run_meta.json: data_parallel_size is 2, 3/4 of it"]

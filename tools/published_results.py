@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ SCRIPTS = (
 DIGITS = 6
 LEFT_OUT = ("over_time",)
 """What no page shows."""
+FOLDERS = re.compile(r"(?<![^\s'\"])/(?:[^\s/]+/)+")
+"""Of a file's absolute path all but its name: which folders a machine has is no result."""
 
 
 def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, str):
+        return FOLDERS.sub("", value)
     if isinstance(value, dict):
         return {name: rounded(one) for name, one in value.items() if name not in LEFT_OUT}
     return [*map(rounded, value)] if isinstance(value, list) else value
