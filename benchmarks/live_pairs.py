@@ -13,8 +13,9 @@ throughput. The tokens of a pair have to be the same, but for ties.
 The model is a Llama of 26 million float32 parameters, made from a seed, on which a recomputed token costs a good part
 of a decoded one. How much, p / d at the batch that runs (``kvpolicy/headroom.py``), is measured from a recorded trace
 and printed; it should be at least 0.2, or there is little to win. Without ``--policy`` a cost model is profiled and
-trained first, once for DIR. The same requests are replayed by the built-in simulator, with step and copy times fitted
-on the recorded trace, and its ratio stands beside the measured one.
+trained first, once for DIR. That trace is of a server in shadow mode with the same policy: what ``kvpolicy shadow``
+says of it, as a ratio of engine time, stands beside the measured ratio. The same requests are replayed by the built-in
+simulator, with step and copy times fitted on the recorded traces, and its ratio stands there, too.
 
 Writes ``live_pairs.json`` into DIR. Exits 1 where tokens differ, p / d is below 0.2, or the learned policy takes
 significantly more CPU time.
@@ -37,7 +38,9 @@ from typing import Any
 from fidelity_real import FittedTimes, calibrate
 
 from kvpolicy import policy
+from kvpolicy.evaluation.intended_swaps import HOUR_S
 from kvpolicy.evaluation.log_headroom import log_headroom
+from kvpolicy.evaluation.shadow_run import ShadowSavings, savings_of
 from kvpolicy.settings import Measurement
 from kvpolicy.simulator import Link, Server
 from kvpolicy.simulator.builtin import Builtin
@@ -59,7 +62,7 @@ EXTENT = Extent(
 )  # fmt: skip
 RUNNING, STEP_TOKENS = 128, 2048
 CACHING = {"on": True, "off": False}
-LEARNED, RECOMPUTE, SWAP = "learned", "always-recompute", "always-swap"
+LEARNED, RECOMPUTE, SWAP, SHADOW = "learned", "always-recompute", "always-swap", "shadow"
 MIN_PRICE_RATIO = 0.2
 MIN_STARTS = 5
 """Fewer starts give intervals that are too narrow, as it is they that say when it is enough."""
@@ -68,15 +71,16 @@ WARM_UP_REQUESTS = 16
 
 @dataclass(frozen=True, slots=True)
 class CachingArm(Arm):
-    """An arm whose engine has prefix caching or not, and records a trace or not."""
+    """An arm whose engine has prefix caching or not, records a trace or not, and executes what it chooses or not."""
 
     prefix_caching: bool = True
     trace: str = ""
+    shadow: bool = False
 
     def arguments(self) -> dict[str, Any]:
         values = Arm.arguments(self) | {"enable_prefix_caching": self.prefix_caching}
         if self.trace:
-            values["kv_transfer_config"]["kv_connector_extra_config"]["trace"] = self.trace
+            values["kv_transfer_config"]["kv_connector_extra_config"] |= {"trace": self.trace, "shadow": self.shadow}
         return values
 
 
@@ -102,6 +106,9 @@ class Figures:
     price_ratio: float | None
     sentence: str
     """What there was to win under recompute."""
+    forecast: tuple[float, float, float] | None
+    """Engine time with the policy over that without, and its 95% interval, as ``kvpolicy shadow`` says of a run in
+    shadow mode; None where it cannot tell."""
     device_blocks: int
     pairs: list[Pair] = field(default_factory=list)
     comparison: Comparison = field(default_factory=Comparison)
@@ -190,8 +197,11 @@ class Bench:
 
     def _recorded(self, settings: Settings, caching: bool, name: str) -> tuple[Header, FittedTimes, Figures]:
         """What steps and copies take here, and p / d, from runs of other requests under recompute and under swap."""
-        folders = {one: self._out / f"trace-{name}-{one}-{int(time.time())}" for one in (RECOMPUTE, SWAP)}
-        arms = [CachingArm(one, one, prefix_caching=caching, trace=str(folder)) for one, folder in folders.items()]
+        folders = {one: self._out / f"trace-{name}-{one}-{int(time.time())}" for one in (SHADOW, SWAP)}
+        arms = [
+            CachingArm(SHADOW, self.policy, prefix_caching=caching, trace=str(folders[SHADOW]), shadow=True),
+            CachingArm(SWAP, SWAP, prefix_caching=caching, trace=str(folders[SWAP])),
+        ]
         with Arms(settings, self._out / "logs") as engines:
             engines.start(*arms)
             for seed in (1, 2):
@@ -201,7 +211,10 @@ class Bench:
         (header,) = recomputed.headers.values()
         won = log_headroom([recomputed])
         times = calibrate(recomputed.rows("steps") + swapped.rows("steps"), swapped.rows("transfers"))
-        return header, times, Figures(caching, won.price_ratio, won.sentence(), settings.device_blocks)
+        savings = savings_of({SHADOW: recomputed})
+        (self._out / f"shadow-{name}.json").write_text(json.dumps(savings.to_dict(), indent=1))
+        figures = Figures(caching, won.price_ratio, won.sentence(), forecast_of(savings), settings.device_blocks)
+        return header, times, figures
 
     def _start(self, start: int, settings: Settings, server: Server, times: FittedTimes, figures: Figures) -> None:
         """Two new engines, and the pairs that they serve."""
@@ -231,6 +244,15 @@ class Bench:
                         time.monotonic() - began_s,
                     )
                 )
+
+
+def forecast_of(savings: ShadowSavings) -> tuple[float, float, float] | None:
+    """Engine time with the policy over that without, with its interval."""
+    saving = savings.per_hour
+    if saving is None or not savings.busy_hours or savings.hours is None:
+        return None
+    busy_s = savings.busy_hours / savings.hours * HOUR_S
+    return 1 - saving.mean_s / busy_s, 1 - saving.high_s / busy_s, 1 - saving.low_s / busy_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -271,8 +293,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table(found: Sequence[Figures]) -> list[str]:
-    cells = [["caching", "p/d", "pairs", "starts", "CPU time", "makespan", "replayed makespan", "preemptions"]]
-    cells[0] += ["swapped", "tokens, differences, ties", "s a pair"]
+    cells = [["caching", "p/d", "pairs", "starts", "CPU time", "makespan", "replayed makespan", "shadow's forecast"]]
+    cells[0] += ["preemptions", "swapped", "tokens, differences, ties", "s a pair"]
     for one in found:
         ratios = {name: one.ratio(name) for name in ("cpu_s", "makespan_s", "replayed_s")}
         swapped = [pair.preemptions[LEARNED]["swap"] for pair in one.pairs]
@@ -284,6 +306,7 @@ def table(found: Sequence[Figures]) -> list[str]:
                 str(len(one.pairs)),
                 str(ratios["cpu_s"].pairs),
                 *(ratio.text() for ratio in ratios.values()),
+                "?" if one.forecast is None else "{:.3f} ({:.3f}-{:.3f})".format(*one.forecast),
                 f"{fmean(preempted):.0f}",
                 f"{fmean(swapped):.0f}",
                 f"{one.comparison.tokens}, {len(one.comparison.wrong)}, {one.comparison.ties}",

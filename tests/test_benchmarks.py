@@ -509,20 +509,25 @@ def test_swap_bandwidth_compares_every_way_with_one_large_copy(tmp_path: Path) -
 def test_live_pairs_are_compared_over_starts_of_the_engines() -> None:
     """Two pairs a start, of which one is twice as far off; few starts have no half width."""
     code = """
-from live_pairs import LEARNED, STOCK, Comparison, Figures, Pair
+from types import SimpleNamespace
+from live_pairs import LEARNED, STOCK, Comparison, Figures, Pair, forecast_of
 def figures(starts, price_ratio, slower=1.0):
     pairs = [Pair(start, 0, {LEARNED: slower * learned * (1 + (start - 2) / 100), STOCK: 2.0}, {}, {}, {}, 1.0)
              for start in range(starts) for learned in (1.0, 4.0)]
-    return Figures(True, price_ratio, "", 9, pairs, Comparison(10))
+    return Figures(True, price_ratio, "", None, 9, pairs, Comparison(10))
 four, five = figures(4, 0.3), figures(5, 0.3)
 print(round(five.ratio("cpu_s").value, 4), five.ratio("cpu_s").pairs, four.half_width())
 print(0.01 < five.half_width() < 0.03, bool(five.wide(0.03)), four.wide(0.03)[:37], bool(five.wide(0.01)))
 print(five.missed(), figures(5, 0.1).missed(), len(figures(5, None, 2.0).missed()))
 five.comparison += Comparison(10, 0, ("token 3 is 4, should be 5",))
 print(five.missed())
+saving = SimpleNamespace(mean_s=36.0, low_s=-18.0, high_s=90.0)
+for busy in (0.5, None):  # half of the 2 hours' time in steps: 1,800 s of each hour
+    print(forecast_of(SimpleNamespace(per_hour=saving, hours=2.0, busy_hours=busy and 2 * busy)))
 """
     pytest.importorskip("torch")
-    first, enough, second, third = in_benchmarks(code).splitlines()
+    first, enough, second, third, *forecasts = in_benchmarks(code).splitlines()
+    assert forecasts == ["(0.98, 0.95, 1.01)", "None"]
     assert (first, enough) == ("0.9999 5 None", "True False the interval's half width is unknown, True")
     assert second == "[] ['p / d is 0.100, should be at least 0.2'] 2"
     assert third == "['token 3 is 4, should be 5']"
