@@ -47,11 +47,18 @@ PROGRAMS = "kvpolicy|make|pip|python"
 
 
 def commands(name: str) -> list[Shown]:
-    """The commands in a document's blocks that have no language; a block's continued lines are joined."""
+    """The commands in a document's blocks that have no language; a block's continued lines are joined, and a line's
+    first word may be a variable that the block sets: ``TOOL="python tool.py --all"``, then ``$TOOL --more``."""
     blocks = re.findall(r"^ *```(?:sh)?\n(.*?)^ *```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line.strip() for block in blocks for line in re.sub(r"\\\n", " ", block).splitlines()]
+    lines = [line.strip() for block in blocks for line in _expanded(re.sub(r"\\\n", " ", block)).splitlines()]
     found = [re.match(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:{PROGRAMS}) .*)", line) for line in lines]
     return [_shown(match[1]) for match in found if match]
+
+
+def _expanded(block: str) -> str:
+    for variable, value in re.findall(r'^([A-Z_]+)="(.*)"$', block, re.MULTILINE):
+        block = re.sub(rf"^\${variable}\b", lambda _, value=value: value, block, flags=re.MULTILINE)
+    return block
 
 
 def _shown(line: str) -> Shown:

@@ -106,7 +106,7 @@ def with_policies(*names: str) -> pytest.MarkDecorator:
 
 
 @mounted
-@with_policies("lru")
+@with_policies("lru", "s3fifo")
 def test_a_full_disk(disk: Disk) -> None:
     """What fits is stored and loaded."""
     stats = disk.counts(FULL)
@@ -116,7 +116,7 @@ def test_a_full_disk(disk: Disk) -> None:
 
 
 @mounted
-@with_policies("lru", "cost")
+@with_policies("lru", "cost", "arc")
 def test_a_disk_that_turns_read_only(disk: Disk) -> None:
     """As a file system does that has found an error on its disk. What was stored before is loaded."""
     stats = disk.counts(READ_ONLY)
@@ -126,7 +126,7 @@ def test_a_disk_that_turns_read_only(disk: Disk) -> None:
 
 
 @mounted
-@with_policies("lru")
+@with_policies("lru", "lfu")
 def test_a_disk_that_hangs(disk: Disk) -> None:
     """Nobody waits for it for longer than some seconds, and it is used again when it goes on."""
     stats = disk.counts(HANGING)

@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 
 from tests.tiers.blocks import files_of
 from tests.vllm import harness, test_file_index
-from tests.vllm.test_file_index import FLEETING, Servers, counted
+from tests.vllm.test_file_index import FLEETING, POLICIES, Servers, counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.feature("prompts in files, beyond restarts")]
 first, second, stock = test_file_index.first, test_file_index.second, test_file_index.stock
@@ -70,17 +70,18 @@ def half_written(files: Path) -> list[Path]:
     return [*files.rglob("writing/*")]
 
 
+@pytest.mark.parametrize("cache", POLICIES)
 def test_an_engine_that_is_killed_while_it_writes(
-    servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], tmp_path: Path
+    servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], cache: str, tmp_path: Path
 ) -> None:
     """The next one finds what was whole, and nothing of the rest stays."""
-    with engine(servers.job(first, **FLEETING), tmp_path / "killed") as (process, _):
+    with engine(servers.job(first, **FLEETING | POLICIES[cache]), tmp_path / "killed") as (process, _):
         wait_until(lambda: process.poll() is not None or len(files_of(servers.files)) > 20)
         assert process.poll() is None, "it was to be killed while it serves"
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     there = len(files_of(servers.files))
-    after = servers.serve("second", second)
+    after = servers.serve("second", second, **POLICIES[cache])
     assert counted(after, "loaded") > 0 and counted(after, "load_failed") == 0
     assert not half_written(servers.files) and len(files_of(servers.files)) >= there
     assert [path.name for path in servers.files.glob("*/*")] == ["0"]

@@ -31,6 +31,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "policy": "python:tests.priced:dear", "allow_python_policies": True, "cache": "cost",
         "cache_files_policy": "cost", "hints": EVERY_HINT,
     },
+    **{name: {"cache": name, "cache_files_policy": name} for name in ("lfu", "arc", "s3fifo")},
 }  # fmt: skip
 """Settings of servers by the caching policy of their host memory; prices are such that a load always pays."""
 FLEETING: dict[str, Any] = {"host_gib": 50.5 * BLOCK_BYTES / GIB}
