@@ -233,4 +233,4 @@ def test_no_folder_of_a_machine_is_among_the_raw_numbers(name: str) -> None:
 
 def test_a_gathered_message_names_the_file_alone() -> None:
     message = "/some/where/run_meta.json: data_parallel_size is 2, 3/4 of it"
-    assert tool("published_results").rounded([message]) == ["run_meta.json: data_parallel_size is 2, 3/4 of it"]
+    assert tool("published_results").without_folders([message]) == ["run_meta.json: data_parallel_size is 2, 3/4 of it"]

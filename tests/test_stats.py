@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
 
-from kvpolicy.json_values import finite
+from kvpolicy.json_values import finite, rounded
 from kvpolicy.stats import (
     Ratio,
     bootstrap_ratio,
@@ -118,3 +118,9 @@ def test_percentiles_by_hand() -> None:
     assert statistics == {"mean": 3.0, "p50": 3.0, "p99": pytest.approx(4.96)}
     with pytest.raises(ValueError, match="no values"):
         mean_and_percentiles([])
+
+
+def test_rounded_values_keep_whole_numbers_and_lose_what_is_left_out() -> None:
+    value = {"a": (1 / 3, 12345678), "b": {"c": "text", "left": 1.5}, "left": [2.0]}
+    assert rounded(value, 3, {"left"}) == {"a": [0.333, 12345678], "b": {"c": "text"}}
+    assert rounded(123456.789) == 123457.0

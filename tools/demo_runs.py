@@ -21,6 +21,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from kvpolicy.headroom import share_text
+from kvpolicy.json_values import rounded
 from kvpolicy.stats import Ratio, student_ratio
 from kvpolicy.study.demo_report import DEMO_JSON, TITLES, WORDS
 
@@ -30,7 +31,6 @@ END = "<!-- demo runs: end -->"
 BLOCK = re.compile(rf"<!-- demo runs: (?P<table>\w+) -->\n.*?{END}", re.DOTALL)
 STATE = "state.json"
 """Of a demo's folder: its arguments and versions, which the demo.json of earlier versions lacks."""
-DIGITS = 6
 BOUND = ("tax", "recompute_token_s", "decode_token_s", "price_ratio", "bound")
 ALIKE = ("cpus", "link")
 """What runs have to have in common, beside what :func:`shape_of` says of each scenario."""
@@ -104,14 +104,6 @@ def begun(file: Path, demo: Mapping[str, Any]) -> dict[str, Any]:
             "several runs had the same requests"
         )
     return found
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {name: rounded(one) for name, one in value.items()}
-    return [*map(rounded, value)] if isinstance(value, list) else value
 
 
 def text_of(runs: Sequence[Run]) -> str:

@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvpolicy.json_values import rounded
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RAW = ROOT / "docs" / "orders.md", ROOT / "docs" / "orders.json"
-DIGITS = 6
 SWAP = "swap"
 COMMENT = "<!-- places:"
 TABLE = re.compile(rf"{COMMENT} (?P<fields>[^>]*) -->\n\n(?:\|.*\n)*")
@@ -56,16 +57,8 @@ def merged(known: Sequence[Place], new: Sequence[Place]) -> list[Place]:
     """Places in the order in which they were first seen, each with the arms that were written last."""
     places = {json.dumps(name_of(one["place"]), sort_keys=True): one for one in known}
     for one in new:
-        places[json.dumps(name_of(one["place"]), sort_keys=True)] = rounded(one)
+        places[json.dumps(name_of(one["place"]), sort_keys=True)] = rounded(one, left_out=LEFT_OUT)
     return list(places.values())
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {name: rounded(one) for name, one in value.items() if name not in LEFT_OUT}
-    return [*map(rounded, value)] if isinstance(value, list) else value
 
 
 def text_of(raw: Mapping[str, Any]) -> str:

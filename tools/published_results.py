@@ -14,26 +14,25 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.json_values import rounded
+
 RAW = Path(__file__).resolve().parent.parent / "docs" / "published-results.json"
 SCRIPTS = (
     "published_watermark", "fidelity_e2e", "published_two_classes", "published_kv_waste", "published_overflow",
     "published_two_gpus", "published_sheets",
 )  # fmt: skip
-DIGITS = 6
 LEFT_OUT = ("over_time",)
 """What no page shows."""
 FOLDERS = re.compile(r"(?<![^\s'\"])/(?:[^\s/]+/)+")
 """Of a file's absolute path all but its name: which folders a machine has is no result."""
 
 
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
+def without_folders(value: Any) -> Any:
     if isinstance(value, str):
         return FOLDERS.sub("", value)
     if isinstance(value, dict):
-        return {name: rounded(one) for name, one in value.items() if name not in LEFT_OUT}
-    return [*map(rounded, value)] if isinstance(value, list) else value
+        return {name: without_folders(one) for name, one in value.items()}
+    return [*map(without_folders, value)] if isinstance(value, list) else value
 
 
 def text_of(raw: dict[str, Any]) -> str:
@@ -59,7 +58,7 @@ def main() -> None:
         if name not in SCRIPTS:
             parser.error(f"{given}: should be NAME=FILE, with NAME one of {', '.join(SCRIPTS)}")
         try:
-            raw[name] = rounded(json.loads(Path(file).read_text()))
+            raw[name] = without_folders(rounded(json.loads(Path(file).read_text()), left_out=LEFT_OUT))
         except (OSError, ValueError) as error:
             parser.error(f"{given}: cannot be read: {error}")
     RAW.write_text(text_of(raw))
