@@ -1,0 +1,94 @@
+"""Gather the raw numbers of live benches that documents name, in docs/bench-rounds.json.
+
+    python tools/bench_rounds.py NAME=FILE ...
+
+FILE: a `bench.json` of `kvpolicy bench chat`, `analytics` or `rate`. It replaces what docs/bench-rounds.json has under
+NAME. Of every run of an arm its figures are kept, to six digits, and neither its single requests nor its counters; of
+the bench its load, without folders, its versions, and p / d where it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.json_values import rounded
+from kvpolicy.stats import Ratio, student_ratio
+
+RAW = Path(__file__).resolve().parent.parent / "docs" / "bench-rounds.json"
+ONE_BY_ONE = ("rows", "lookups", "counters")
+"""Of a run: what it has of single requests and seconds."""
+OF_PRICES = ("cell", "price_ratio", "prompt_token_s", "decoded_token_s", "batch", "lost_price_ratio")
+Bench = Mapping[str, Any]
+"""A bench as docs/bench-rounds.json holds it."""
+
+
+def gathered(file: Path) -> dict[str, Any]:
+    """Raises SystemExit, naming the file, for anything but a bench."""
+    try:
+        bench = json.loads(file.read_text())
+        load = {name: value for name, value in bench["load"].items() if name != "workload"}
+        workload = bench["load"].get("workload")
+        return rounded(
+            {
+                "kind": bench["kind"],
+                "versions": bench["versions"],
+                "workload": None if workload is None else without_folder(workload),
+                "load": load,
+                "prices": {name: value for name, value in (bench.get("prices") or {}).items() if name in OF_PRICES},
+                "runs": [
+                    {name: value for name, value in run.items() if name not in ONE_BY_ONE}
+                    for run in sorted(bench["runs"], key=lambda run: (run["round"], json.dumps(run["cell"])))
+                ],
+            }
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SystemExit(f"{file}: should be the bench.json of a bench: {error}") from None
+
+
+def without_folder(workload: str) -> str:
+    """A workload as text, its file without the folders of the machine."""
+    source, options = workload.partition("?")[::2]
+    kind, _, file = source.partition(":")
+    return f"{kind}:{Path(file).name}?{options}" if file else workload
+
+
+def ratio(bench: Bench, figure: str, arm: str, over: str = "vllm", **cell: Any) -> Ratio:
+    """One arm over another in the runs of a cell, by round, as the bench prints it. ``figure``: such as ``ttft_s``,
+    whose mean is meant, or ``messages_s``."""
+    values: dict[str, dict[int, float]] = {arm: {}, over: {}}
+    for run in bench["runs"]:
+        if run["arm"] in values and run["cell"].items() >= cell.items():
+            value = run[figure]
+            values[run["arm"]][run["round"]] = value["mean"] if isinstance(value, dict) else value
+    rounds = sorted(values[arm].keys() & values[over].keys())
+    return student_ratio([values[arm][number] for number in rounds], [values[over][number] for number in rounds])
+
+
+def text_of(raw: Mapping[str, Bench]) -> str:
+    """The JSON, a line for every run."""
+    parts = []
+    for name, bench in raw.items():
+        head = json.dumps({key: value for key, value in bench.items() if key != "runs"})[:-1]
+        runs = ",\n".join(json.dumps(run) for run in bench["runs"])
+        parts.append(f'{json.dumps(name)}: {head}, "runs": [\n{runs}\n]}}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("given", nargs="+", metavar="NAME=FILE")
+    raw: dict[str, Any] = json.loads(RAW.read_text()) if RAW.exists() else {}
+    for one in parser.parse_args().given:
+        name, found, file = one.partition("=")
+        if not found:
+            parser.error(f"{one}: should be NAME=FILE")
+        raw[name] = gathered(Path(file))
+    RAW.write_text(text_of(raw))
+
+
+if __name__ == "__main__":
+    main()
