@@ -19,8 +19,8 @@ from kvpolicy.json_values import rounded
 from kvpolicy.stats import Ratio, student_ratio
 
 RAW = Path(__file__).resolve().parent.parent / "docs" / "bench-rounds.json"
-ONE_BY_ONE = ("rows", "lookups", "counters")
-"""Of a run: what it has of single requests and seconds."""
+LEFT_OUT = ("rows", "lookups", "counters", "classes", "by_prompt_length")
+"""Of a run: what it has of single requests, of seconds, and of parts of its requests."""
 OF_PRICES = ("cell", "price_ratio", "prompt_token_s", "decoded_token_s", "batch", "lost_price_ratio")
 Bench = Mapping[str, Any]
 """A bench as docs/bench-rounds.json holds it."""
@@ -40,7 +40,7 @@ def gathered(file: Path) -> dict[str, Any]:
                 "load": load,
                 "prices": {name: value for name, value in (bench.get("prices") or {}).items() if name in OF_PRICES},
                 "runs": [
-                    {name: value for name, value in run.items() if name not in ONE_BY_ONE}
+                    {name: value for name, value in run.items() if name not in LEFT_OUT}
                     for run in sorted(bench["runs"], key=lambda run: (run["round"], json.dumps(run["cell"])))
                 ],
             }
