@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from matrix_places import HOST_GIB, LLAMA_3_1_8B
-from order_places import HOW, PRIORITY, Arm, serving_of
+from order_places import HOW, PRIORITY, WATERMARKS, Arm, serving_of
 from order_places import cell as cell_of
 
 from kvpolicy.study.cell import Cell
@@ -64,7 +64,6 @@ GPU_BLOCKS, TWO_BLOCKS, DECODE_BLOCKS, CPU_BLOCKS = 6_000, 4_000, 3_200, 90
 LARGE_BLOCKS = 26_000
 """54 GB."""
 CPU_HOST_GIB, CPU_BLOCK = 2.0, 32
-WATERMARKS = (0.01, 0.05)
 THRESHOLDS = (512, 2048)
 CPU_THRESHOLDS = (64, 256)
 """Lengths are 0.12 times as long there."""

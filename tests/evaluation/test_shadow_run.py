@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import inf
 from statistics import fmean
@@ -147,6 +148,9 @@ def test_without_steps_there_is_no_hour(served: Trace) -> None:
     assert one.to_dict()["per_hour"] is None and one.to_dict()["assumptions"]
 
 
+SEEDS = (5, 7, 8, 10, 11)
+
+
 def really_swapping(link: Link, seed: int) -> tuple[ShadowSavings, float]:
     """What a shadow run says, told what swaps cost on average in a run that swapped; and seconds in steps that the
     latter saved."""
@@ -157,21 +161,39 @@ def really_swapping(link: Link, seed: int) -> tuple[ShadowSavings, float]:
     return found(shadowed(recomputed, costs(0.5, mean_s, 1.2))), busy_s[0] - busy_s[1]
 
 
-@pytest.mark.parametrize("seed", [5, 7, 8])
-def test_it_says_of_dear_copies_what_really_swapping_did(seed: int) -> None:
-    one, saved_s = really_swapping(Link(overlapped=False), seed)
+def in_seconds(one: ShadowSavings) -> tuple[float, float, float]:
+    """Of the whole run: what it says, and its interval."""
     assert one.per_hour is not None and one.hours is not None
-    assert one.per_hour.high_s < 0 and saved_s < 0
-    assert saved_s == pytest.approx(one.per_hour.mean_s * one.hours, abs=0.15), "of 9 s, with other states"
+    mean_s, low_s, high_s = (
+        value * one.hours for value in (one.per_hour.mean_s, one.per_hour.low_s, one.per_hour.high_s)
+    )
+    return mean_s, low_s, high_s
 
 
-@pytest.mark.parametrize("seed", [5, 7, 8])
-def test_it_knows_nothing_of_later_states(seed: int) -> None:
-    """With memory for a few requests a swap changes every later batch: what the report says that it assumes."""
-    one, saved_s = really_swapping(Link(), seed)
-    assert one.per_hour is not None and one.hours is not None
-    assert one.per_hour.low_s * one.hours > saved_s, "the interval is not about that"
-    assert "the states are those of always-recompute" in one.text() and "in the states of this run" in one.text()
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """As docs/headroom.md has them."""
+    return round(min(values), 2), round(max(values), 2)
+
+
+def test_it_says_of_dear_copies_what_really_swapping_did() -> None:
+    """In the interval in four of five."""
+    runs = [really_swapping(Link(overlapped=False), seed) for seed in SEEDS]
+    said, reached = [in_seconds(one) for one, _ in runs], [saved_s for _, saved_s in runs]
+    assert all(high_s < 0 for _, _, high_s in said)
+    assert ends([mean_s for mean_s, _, _ in said]) == (-0.23, -0.20) and ends(reached) == (-0.36, -0.26)
+    inside = [low_s <= saved_s <= high_s for (_, low_s, high_s), saved_s in zip(said, reached, strict=True)]
+    assert inside.count(True) == 4 and len(inside) == 5
+
+
+def test_it_knows_nothing_of_later_states() -> None:
+    """With memory for a few requests a swap changes every later batch: what the report says that it assumes. Less is
+    reached than the interval holds, in all five."""
+    runs = [really_swapping(Link(), seed) for seed in SEEDS]
+    said, reached = [in_seconds(one) for one, _ in runs], [saved_s for _, saved_s in runs]
+    assert ends([mean_s for mean_s, _, _ in said]) == (0.16, 0.20) and ends(reached) == (-0.03, 0.11)
+    assert all(low_s > saved_s for (_, low_s, _), saved_s in zip(said, reached, strict=True))
+    text = runs[0][0].text()
+    assert "the states are those of always-recompute" in text and "in the states of this run" in text
 
 
 def test_what_is_no_shadow_run_is_refused(served: Trace) -> None:

@@ -16,6 +16,7 @@ from kvpolicy.study.demo_report import DemoReport, ScenarioReport
 
 pytest.importorskip("matplotlib")
 FACTORS = (0.99, 1.01, 0.99, 1.01)
+RUNS = Path(__file__).resolve().parent.parent.parent / "docs" / "demo-runs.json"
 
 
 def scenario(name: str, headline: str, other: str, ratio: float) -> ScenarioReport:
@@ -42,6 +43,29 @@ def write(folder: Path, ratio: float = 0.1, bound: Headroom = BOUND, **more: Any
         scenario("one class", "TTFT", "tok/s", ratio), scenario("two classes", "urgent TTFT", "batch e2e", 1.0),
     )  # fmt: skip
     report = DemoReport("live", scenarios, bound, {"profile": 60.0}, str(folder), **more)
+    (folder / "demo.json").write_text(json.dumps(report.to_dict()))
+    return folder
+
+
+def write_run(folder: Path) -> Path:
+    """A measured run of docs/demo-runs.json as `kvpolicy demo` leaves it: four arms with five figures, and three with
+    four."""
+    run = json.loads(RUNS.read_text())["runs"][0]
+    scenarios = tuple(
+        ScenarioReport(
+            name=name,
+            served=one["served"],
+            headline=one["headline"],
+            arms=dict.fromkeys(one["figures"], "cheapest:/home/somebody/kvpolicy/out/demo/models/native"),
+            figures=one["figures"],
+            policies={arm: {"preemptions": counts} for arm, counts in one["preemptions"].items()},
+        )
+        for name, one in run["scenarios"].items()
+    )
+    seconds = {phase: s for phase, s in run["seconds"].items() if phase != "in all"}
+    exactness = {"exact": True, "tokens": run["tokens"], "ties": 0, "wrong": []}
+    machine = dict(zip(("load_before", "load_after"), run["load"], strict=True)) | {"cpus": run["cpus"]}
+    report = DemoReport("live", scenarios, BOUND, seconds, str(folder), exactness, {"machine": machine})
     (folder / "demo.json").write_text(json.dumps(report.to_dict()))
     return folder
 

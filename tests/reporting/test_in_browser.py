@@ -5,6 +5,7 @@ Skipped where no Chromium or Firefox is installed, or the packages that drive an
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from itertools import product
@@ -39,7 +40,7 @@ def pages(report_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     folder = tmp_path_factory.mktemp("pages")
     report([a_bench.bench(folder / "bench")], folder / "bench.html")
     (folder / "demo").mkdir()
-    report([a_demo.write(folder / "demo")], folder / "demo.html")
+    report([a_demo.write_run(folder / "demo")], folder / "demo.html")
     shutil.copy(report_folder / "page.html", folder / "overflow.html")
     (folder / "served.html").write_text(_served())
     return {name: folder / f"{name}.html" for name in NAMES}
@@ -129,12 +130,19 @@ CELLS = """
 """
 
 
+def of_demo(pages: dict[str, Path]) -> dict[str, Any]:
+    """The loads of the demo whose page is open, by name."""
+    return dict(json.loads((pages["demo"].parent / "demo" / "demo.json").read_text())["scenarios"])
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_arm_of_a_demo_is_seen_without_scrolling(browser: Any, pages: dict[str, Path], width: int) -> None:
     """Also the last one, which is the headline's; where there is no head, each figure says of which arm it is."""
     reader = Reader(browser, pages["demo"], width)
-    tables = reader.page.evaluate(CELLS)
-    assert [table["arms"] for table in tables] == [["vllm", "learned", "learned, mlfq <b>"]] * 2
+    tables, loads = reader.page.evaluate(CELLS), of_demo(pages).values()
+    assert [(len(one["arms"]), len(one["figures"]["vllm"])) for one in loads] == [(4, 5), (3, 4)]
+    assert [table["arms"] for table in tables] == [[*one["arms"]] for one in loads]
+    assert [len(table["rows"]) for table in tables] == [6, 5], "preemptions, too"
     for table in tables:
         assert table["head"] is (width > 620) and not table["scrolls"]
         for row in table["rows"]:
@@ -244,10 +252,11 @@ def test_a_row_of_a_demo_is_read_by_its_name(browser: Any, pages: dict[str, Path
     chart = reader.page.locator(".chart").first
     chart.locator(".plot").focus()
     reader.page.keyboard.press("ArrowRight")
-    assert chart.locator(".said").inner_text() == "learned: time to first token 0.9999"
+    ratio = next(iter(of_demo(pages).values()))["ratios"]["TTFT best threshold / vllm"]["value"]
+    assert chart.locator(".said").inner_text() == f"best threshold: time to first token {ratio:.4g}"
     hover = chart.locator(".hoverlayer .hovertext").first
     hover.wait_for()
-    assert "time to first token: 0.9999" in hover.text_content()
+    assert f"time to first token: {ratio:.4g}" in hover.text_content()
     assert reader.said == []
     reader.page.close()
 

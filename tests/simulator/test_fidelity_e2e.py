@@ -38,14 +38,16 @@ def study(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def made_run(study: Any, folder: Path, kv_cache: dict[str, Any] | None = None, **settings: Any) -> float:
+def made_run(
+    study: Any, folder: Path, kv_cache: dict[str, Any] | None = None, truth: EngineTime = TRUTH, **settings: Any
+) -> float:
     """Tables, and a run of the simulator on them with an engine of its own time, as if measured; its last second."""
     for file in tables.llmservingsim(folder):
         file.rename(folder / f"lss_{NAME}_tp1_{file.name}")
     files = sorted(folder.glob("lss_*"))
     shape = ModelShape.from_config(tables.CONFIG)
     model = kvpolicy.import_profile(files, folder / "out", shape, link="pcie5").model
-    times = TableTimes(study.replace(model, engine=TRUTH))
+    times = TableTimes(study.replace(model, engine=truth))
     rng = random.Random(0)
     arrivals = [0.0, *np.cumsum([rng.expovariate(300.0) for _ in range(REQUESTS - 1)]).tolist()]
     requests = tuple(Request(at, rng.randrange(20, 400), rng.randrange(10, 60)) for at in arrivals)
@@ -120,6 +122,19 @@ def test_nothing_judged_is_an_error_that_says_what_is_missing(
         study.main(["--e2e", str(tmp_path), "--profiles", str(tmp_path)])
     assert ended.value.code == 2
     assert f"no run could be judged: {NAME}: no tables lss_{NAME}_tp1_* there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("truth", "status"), [(TRUTH, 1), (EngineTime(0.0, 0.0, 0.0, "made up"), 0)])
+def test_a_missed_bar_ends_with_status_1(
+    study: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], truth: EngineTime, status: int
+) -> None:
+    """Without a flag, as the other published checks do. In step with the device, all four replays are of one engine."""
+    until_s = made_run(study, tmp_path, truth=truth, async_scheduling=False) / 2
+    asked = ["--e2e", tmp_path, "--profiles", tmp_path, "--calibrate-until", until_s, "--json", tmp_path / "out.json"]
+    assert study.main(list(map(str, asked))) == status
+    missed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bar missed: ")]
+    assert [line.split(": ")[2] for line in missed[:1]] == ["tables alone, all requests"] * status
+    assert json.loads((tmp_path / "out.json").read_text())[0]["judged"]
 
 
 def test_a_run_short_of_memory_is_found_again_with_its_own_memory_and_refused_without(
