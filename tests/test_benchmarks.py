@@ -867,6 +867,24 @@ def test_caching_policies_says_where_there_is_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2 and "holds no traces/mooncake_*.jsonl.gz" in done.stderr
 
 
+def test_the_tier_of_files_is_timed_beside_one_large_read(tmp_path: Path) -> None:
+    """Where the folder has direct reads, and is left as it was; elsewhere nothing is measured, and it says so."""
+    out, folder = tmp_path / "out.json", tmp_path / "folder"
+    folder.mkdir()
+    small = ("--block-kib", "64", "--mib", "1", "--pairs", "2")
+    done = run("file_tier.py", "--directory", str(folder), *small, "--json", str(out))
+    assert not list(folder.iterdir())
+    if "has no direct reads" in done.stderr:
+        assert done.returncode == 1 and not out.exists()
+        return
+    assert done.returncode == 0, done.stderr
+    assert "16 blocks of 64 KiB, 1 MiB, 4 threads, 2 pairs" in done.stdout and "median ratio" in done.stdout
+    pairs = json.loads(out.read_text())["seconds"]
+    assert len(pairs) == 2 and all(pair["tier"] > 0 and pair["large"] > 0 for pair in pairs)
+    none = run("file_tier.py", "--directory", str(folder), "--block-kib", "2048", "--mib", "1")
+    assert none.returncode == 2 and "--mib 1 holds no block of 2048 KiB" in none.stderr
+
+
 def test_a_node_that_only_decodes_is_simulated(tmp_path: Path) -> None:
     """With as few tokens in a step as requests a recompute takes long; with vLLM's own budget it does not."""
     file = tmp_path / "out.json"

@@ -11,7 +11,7 @@ from kvpolicy.caching.by_use import Lru
 from kvpolicy.host_store import HostBlock, HostStore
 from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
-from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
+from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RECENT_LOADS, RENEWED_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 SLOTS = 16
@@ -180,6 +180,41 @@ def test_a_disk_that_becomes_slow_is_noticed_however_long_it_was_fast() -> None:
     for _ in range(40):
         load(1.0)
     assert 0.4 < core.index.read_s(3) < 1.0
+
+
+def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
+    """And of two loads at once the time of the second one counts from the end of the first."""
+    core = Core()
+    core.stored()
+
+    def load(first: int, count: int) -> FileJob:
+        assert core.index.fetch(CHAIN, first, count)
+        return core.jobs()[1][0]
+
+    core.drop_from_host()
+    job = load(0, 1)
+    assert core.index.backlog_s() == 0.0, "nothing is known of these files"
+    core.now += 0.5
+    core.report(job)
+    core.drop_from_host()
+    assert core.index.backlog_s() == 0.0 and core.index.read_s(1) == pytest.approx(0.5)
+    one, two = load(0, 1), load(1, 2)
+    assert core.index.backlog_s() == pytest.approx(1.5)
+    core.now += 0.2
+    assert core.index.backlog_s() == pytest.approx(1.3)
+    core.now += 0.8
+    assert core.index.backlog_s() == pytest.approx(1.0), "the first one takes longer than expected"
+    core.report(one)
+    core.now += 2.0
+    core.report(two)
+    weight = 1 - 1 / RECENT_LOADS
+    seconds, blocks = weight * (weight * 0.5 + 1.0) + 2.0, weight * (weight + 1) + 2
+    assert core.index.read_s(1) == pytest.approx(seconds / blocks)
+    core.drop_from_host()
+    load(0, 1)
+    core.now += MAX_WAIT_S
+    core.index.note_late()
+    assert core.index.backlog_s() == 0.0
 
 
 def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:

@@ -160,12 +160,6 @@ def test_nothing_is_shared_between_namespaces(tmp_path: Path, other: dict[str, A
     again.close()
 
 
-def test_keys_with_a_salt_are_other_keys(tier: FileTier) -> None:
-    """An engine's hash of a block with a cache salt or an adapter differs; the tier goes by the whole key."""
-    store(tier, [b"hash", b"hash2"])
-    assert tier.lookup([b"hash" + b"salt"]) == 0 and tier.lookup([b"has"]) == 0
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[PAGE + 17] ^= 1

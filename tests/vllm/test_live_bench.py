@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,21 +16,27 @@ from kvpolicy.errors import EngineFailed, InputError
 from kvpolicy.latency import Slo
 from kvpolicy.prefix_store import warm
 from kvpolicy.server_metrics import OURS, fetch
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad, ServerSettings
+from kvpolicy.settings import GIB, AnalyticsLoad, BenchTarget, ChatLoad, RateLoad, ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import control_arm, run_bench
 from kvpolicy_vllm.bench.exactness import TIE_GAP
-from kvpolicy_vllm.bench.live_arms import Servers
+from kvpolicy_vllm.bench.live_arms import Servers, arms_of
 from kvpolicy_vllm.bench.live_server import LiveServer
 from kvpolicy_vllm.bench.load_report import LoadReport
 from tests.vllm import harness
+from tests.vllm.test_faults import BLOCK_BYTES
+from tests.vllm.test_server import post
 
 FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "512",
     "--num-gpu-blocks-override", "48", "--served-model-name", "small",
 )  # fmt: skip
-SETTINGS = ServerSettings("always-swap", host_gib=0.1, order="mlfq:base=16")
-"""An order other than vLLM's, under which what requests say of themselves is read."""
+HOST_BLOCKS = 72
+SETTINGS = ServerSettings(
+    "always-swap", host_gib=(HOST_BLOCKS + 0.5) * BLOCK_BYTES / GIB, order="mlfq:base=16", cache="cost"
+)  # fmt: skip
+"""An order other than vLLM's, and a cache, by which what requests say of themselves is read; 72 blocks of 32 tokens in
+host memory behind 47 on the device."""
 
 
 @pytest.fixture
@@ -72,7 +79,34 @@ def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Pat
     for run in by_arm.values():
         assert run["messages"] == len(run["rows"]) >= 5
         assert 0.1 < run["hit_rate"] < 1, "later turns find what earlier ones computed"
-    assert "vllm:kvpolicy_invalid_marks_total" not in by_arm["hints"]["counters"]
+    counters = by_arm["hints"]["counters"]
+    assert "vllm:kvpolicy_invalid_marks_total" not in counters
+    assert counters["vllm:kvpolicy_hinted_blocks_total"] > 10, "windows were held, and let go when their talk was over"
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_a_warmed_prefix_outlasts_what_others_ask_for(servers: Servers, model: str) -> None:
+    """Others leave twice what the device and host memory hold; the prefix stays in host memory, where it is pinned."""
+    (arm,) = arms_of(BenchTarget(model, ("kvpolicy",), SETTINGS, FLAGS))
+    url, prefix = servers.url(arm), [*range(100, 265)]
+
+    def counted() -> tuple[float, float]:
+        now = fetch(url)
+        held = now.total(f"{OURS}hinted_blocks_total", event="held")
+        return held, now.total("vllm:external_prefix_cache_hits_total")
+
+    before = counted()
+    assert warm(url, prefix).found_before == 0
+    warmed = counted()
+    assert warmed[0] - before[0] >= 5, "blocks of 32 tokens"
+    rng = random.Random(1)
+    for _ in range(20):
+        asked = {"model": "small", "prompt": rng.choices(range(300, 2000), k=400), "max_tokens": 1}
+        post(f"{url}/v1/completions", asked)
+    others = counted()
+    again = warm(url, prefix)
+    assert (again.found_before, again.found_after) == (160, 160)
+    assert others[1] == warmed[1] and counted()[1] - others[1] == 160, "tokens, found once beyond the device"
 
 
 @pytest.mark.usefixtures("shared")

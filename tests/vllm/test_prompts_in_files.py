@@ -103,6 +103,22 @@ def test_only_what_is_loaded_faster_than_computed_is_stored(load_s: float, model
     assert served.in_files(served.request(later)) == (9 if load_s < 0.01 else 0)
 
 
+@pytest.mark.parametrize("is_behind", [False, True], ids=["alone", "behind a long read"])
+def test_a_long_read_before_it_turns_a_load_into_a_recompute(is_behind: bool, model: str) -> None:
+    """A block takes 1 ms to read and 1.6 ms to compute; another prompt has twenty blocks in files."""
+    served = WithFiles(model, load_s=0.006)
+    first, longer = [*range(300, 400)], [*range(400, 735)]
+    served.serve(*map(served.request, (first, PROMPT, longer)))
+    served.push_out()
+    served.push_out_of_host_memory()
+    served.serve(served.request(first))
+    assert served.controller.prompts.files.read_s(1) == pytest.approx(0.001)
+    asked = [served.request(longer)] * is_behind + [served.request(PROMPT)]
+    served.serve(*asked)
+    loaded = harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded")
+    assert loaded == 6 + (20 if is_behind else 6) and all(request.num_output_tokens == 4 for request in asked)
+
+
 @pytest.mark.parametrize("load_s", [0.001, 1.0], ids=["fast", "slow"])
 def test_what_host_memory_would_leave_out_goes_to_files_where_that_pays(load_s: float, model: str) -> None:
     """The policy would keep what came first for good: it gives up what came last for what only passes through."""

@@ -81,6 +81,8 @@ class FileIndex:
         self._loads: list[FileJob] = []
         self._read_s = self._read_bytes = self._read_until_s = 0.0
         """Seconds and bytes of loads by their weights, and when they stop counting."""
+        self._last_read_s = -inf
+        """When the last load ended. The time of one that was behind it counts from then."""
         self._fail_until_s = -inf
         """After a store of which nothing was stored, as on a full disk: when another may be worth saving for."""
         self.worth_storing: Callable[[int], bool] = lambda blocks: True
@@ -114,10 +116,21 @@ class FileIndex:
         return count
 
     def read_s(self, blocks: int) -> float:
-        """Expected seconds until so many blocks are in host memory; 0 where none was loaded for long."""
+        """Expected seconds until so many blocks are in host memory, if nothing else is on its way; 0 where none was
+        loaded for long."""
         if self._clock() >= self._read_until_s:
             return 0.0
         return self._read_s / self._read_bytes * blocks * self._block_bytes
+
+    def backlog_s(self) -> float:
+        """Expected seconds until what is on its way from files is in host memory, late blocks not: it is read before
+        what is asked for now. Workers read block by block in the order of the jobs, by all of their threads."""
+        loads = [under for under in self._under.values() if under.chain]
+        if not loads:
+            return 0.0
+        spent_s = self._clock() - max(loads[0].began_s, self._last_read_s)
+        left_s = max(0.0, self.read_s(len(loads[0].keys)) - spent_s)
+        return left_s + self.read_s(sum(len(under.keys) for under in loads[1:]))
 
     def arrived(self, chain: Sequence[bytes]) -> None:
         """A new request has this prompt."""
@@ -301,7 +314,8 @@ class FileIndex:
         now = self._clock()
         weight = 0.0 if now >= self._read_until_s else 1 - 1 / RECENT_LOADS
         self._read_until_s = now + RENEWED_S
-        self._read_s = weight * self._read_s + now - under.began_s
+        self._read_s = weight * self._read_s + now - max(under.began_s, self._last_read_s)
+        self._last_read_s = now
         self._read_bytes = weight * self._read_bytes + len(done) * self._block_bytes
         self._count("loaded", len(right))
         self._count("load_failed", len(done) - len(right))

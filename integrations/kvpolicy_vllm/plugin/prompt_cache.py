@@ -297,7 +297,7 @@ class PromptCache:
         if not blocks or why_not_loadable(request, self._scheduler, self._copies, now):
             return False
         asked = local_tokens, first + blocks - local_tokens // self._size, 0
-        if not self._is_worth_loading(request, asked, files.read_s(blocks)):
+        if not self._is_worth_loading(request, asked, files.backlog_s() + files.read_s(blocks)):
             return False
         return files.fetch(self._keys(request, 0, first + blocks), first, blocks)
 
