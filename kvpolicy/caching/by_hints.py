@@ -300,7 +300,19 @@ class Hinted(CachingPolicy):
         return self._evict(count, protected, self.inner.evict)
 
     def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
-        return self._evict(count, protected, lambda left, kept: self.inner.make_room(left, kept, newcomers))
+        """As the other policy does, but that what a hint holds back gets its room: what is there may be worth more to
+        that policy, which knows of no hint."""
+        self._holds.expire(self._clock())
+        others = [key for key in newcomers if key not in self._holds]
+
+        def given_up(left: int, kept: Container[Key]) -> list[Key]:
+            of_held = left - min(left, len(others))
+            evicted = self.inner.evict(of_held, kept) if of_held else []
+            if len(evicted) < left and others:
+                evicted += self.inner.make_room(left - len(evicted), kept, others)
+            return evicted
+
+        return self._evict(count, protected, given_up)
 
     def _evict(
         self, count: int, protected: Container[Key], others: Callable[[int, Container[Key]], list[Key]]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
 from kvpolicy.caching.by_hints import REMEMBERED, STALE
 from kvpolicy.request_marks import ALL_TOKENS, NO_HINTS, HintLimits, Hints
+from tests.caching.reluctant import Reluctant
 
 BLOCK = 16
 
@@ -240,3 +241,13 @@ def check_bounds(policy: Hinted, there: set[str]) -> None:
     assert set(policy._first) <= there and not set(policy._first) & set(holds._of)
     assert len(policy._unwanted) <= policy.capacity and set(policy._parent) == there
     assert policy._session_blocks == sum(map(len, policy._sessions.values())) <= REMEMBERED * policy.capacity
+
+
+def test_what_is_held_back_comes_for_certain_and_the_rest_by_the_other_policy() -> None:
+    """A full memory whose policy gives up nothing for newcomers: a pin gets its two blocks, the third is left out."""
+    policy = Hinted(Reluctant(6), Clock(), BLOCK, HintLimits(600.0, 0.5, 0.5))
+    serve(policy, "uvwxyz")
+    policy.asked("abc", 0)
+    policy.hinted("abc", Hints(pin_tokens=2 * BLOCK), "default")
+    assert len(policy.make_room(3, frozenset("abc"), [*"abc"])) == 2
+    assert policy.make_room(1, frozenset("abc"), ["c"]) == []
