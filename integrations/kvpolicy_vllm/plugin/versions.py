@@ -292,6 +292,10 @@ def _refuse_model(config: VllmConfig) -> None:
         # They need their own scheduler, which the plugin's would silently replace.
         (config.diffusion_config is not None or model.is_diffusion, "diffusion models"),
         (model.is_attention_free, "attention-free models"),
+        (
+            model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
+            "MLA models with an indexer, whose keys are kept beside the latent KV",
+        ),
     )
     _refuse_first(refusals)
     if model.is_hybrid:
