@@ -118,7 +118,10 @@ def test_recomputes_of_full_attention_in_bfloat16(seed: int, tmp_path: Path) -> 
     found = harness.run(job, tmp_path)["cases"]
     for case, wanted in cases.items():
         same, difference = compared(found[case], found["undisturbed"])
-        print(f"prompt {seed}, recomputed at {case}: {same} tokens of {OUTPUT} are the same, their log-probabilities to {difference}")
+        print(
+            f"prompt {seed}, recomputed at {case}: {same} tokens of {OUTPUT} are the same, "
+            f"their log-probabilities to {difference}"
+        )
         assert found[case]["out_at"] == wanted["tokens"]
         assert harness.total(found[case]["stats"], "loaded_tokens") == 0
         if not torch.cpu._is_amx_tile_supported():
