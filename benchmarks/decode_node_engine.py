@@ -5,9 +5,9 @@
 kvpolicy's connector serves beside DecodeBenchConnector, which makes up the KV of prompts, and a step has no more tokens
 than requests may run (``--seats``). One request is preempted while ``--running`` others decode, by either option in
 turn, the order drawn for each pair. Printed are the time and the engine's CPU time from the preemption to the victim's
-next token, recompute over swap, with 95% intervals over the pairs, and the steps that it took. A victim's text after a
-recompute is another one, as it then has the real KV of its prompt: that a swap changes no bit of it is shown in
-tests/vllm/test_engines_beside.py.
+next token, recompute over swap, with 95% intervals over the pairs, and the medians of each option, in seconds, ms and
+steps; ``--json`` has these and every return. A victim's text after a recompute is another one, as it then has the real
+KV of its prompt: that a swap changes no bit of it is shown in tests/vllm/test_engines_beside.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -133,6 +133,20 @@ def ratios(found: Sequence[Return]) -> dict[str, Ratio]:
     return {name: student_ratio(values("recompute", name), values("swap", name)) for name in ("seconds", "cpu_s")}
 
 
+def medians(found: Sequence[Return]) -> dict[str, dict[str, float]]:
+    """Of each option, from the preemption to the next token."""
+    of_kind = {kind: [one for one in found if one.kind == kind] for kind in ("recompute", "swap")}
+    return {
+        kind: {name: float(median(getattr(one, name) for one in some)) for name in ("seconds", "cpu_s", "steps")}
+        for kind, some in of_kind.items()
+    }
+
+
+def median_line(kind: str, of: Mapping[str, float]) -> str:
+    milliseconds = f"{of['seconds']:.4f} s ({1e3 * of['seconds']:,.1f} ms)"
+    return f"median of a {kind}: {milliseconds}, {1e3 * of['cpu_s']:,.1f} ms of CPU time, {of['steps']:g} steps"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seats", type=int, default=32, help="max_num_seqs and max_num_batched_tokens")
@@ -147,10 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = on_the_engine(args.pairs, args.seats, args.running, args.prompt, args.seed)
     for name, ratio in ratios(found).items():
         print(f"{name}, recompute over swap: {ratio.text()}")
-    for kind in ("recompute", "swap"):
-        print(f"median steps of a {kind}: {median(one.steps for one in found if one.kind == kind):g}")
+    middle = medians(found)
+    for kind, of in middle.items():
+        print(median_line(kind, of))
     if args.json:
-        args.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        written = {"medians": middle, "returns": [asdict(one) for one in found]}
+        args.json.write_text(json.dumps(written, indent=1) + "\n")
     return 0
 
 

@@ -57,6 +57,11 @@ class Checked(Report, Protocol):
     @property
     def ok(self) -> bool: ...
 
+    @property
+    def untested(self) -> str:
+        """What no test has shown of it, though it is served; empty where there is nothing."""
+        ...
+
     def to_dict(self) -> dict[str, Any]: ...
 
 
@@ -175,7 +180,8 @@ def check(llm: str, settings: ServerSettings | str = "always-swap", vllm_flags: 
 def refuse_unserved(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> str:
     """Look beforehand whether a server would serve the model; arguments as for :func:`serve`.
 
-    Returns why that cannot be told, which should stop no server, or an empty text. Raises :class:`NotServed`.
+    Returns what was never tested of it, or why that cannot be told, which should stop no server; empty where there is
+    nothing to say. Raises :class:`NotServed`.
     """
     try:
         found = check(llm, settings, vllm_flags)
@@ -183,7 +189,7 @@ def refuse_unserved(llm: str, settings: ServerSettings | str, vllm_flags: Sequen
         return f"it could not be looked at beforehand: {str(error).strip().splitlines()[-1]}"
     if found.served is False:
         raise NotServed(f"{found.text()}\n  --no-check (check=False in Python) starts the server all the same")
-    return "" if found.served else found.text()
+    return found.untested if found.served else found.text()
 
 
 def serve(
@@ -201,11 +207,11 @@ def serve(
 
     Raises WrongValue for a wrong argument, a policy object included, InputError for a flag that would undo the
     plugin's, :class:`NotServed` by the check, :class:`EngineMissing` without an engine, and the errors of
-    :func:`kvpolicy.policy.load` for the policy. Warns where the check cannot tell.
+    :func:`kvpolicy.policy.load` for the policy. Warns where the check cannot tell, and of what was never tested.
     """
     command = serve_command(llm, settings, vllm_flags)
-    if check and (unknown := refuse_unserved(llm, settings, vllm_flags)):
-        warnings.warn(unknown, stacklevel=2)
+    if check and (doubt := refuse_unserved(llm, settings, vllm_flags)):
+        warnings.warn(doubt, stacklevel=2)
     return subprocess.Popen(command)
 
 

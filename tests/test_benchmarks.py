@@ -898,3 +898,13 @@ def test_a_node_that_only_decodes_is_simulated(tmp_path: Path) -> None:
 def test_a_decode_node_without_a_token_to_spare_is_refused() -> None:
     done = run("decode_node_engine.py", "--seats", "8", "--running", "8")
     assert done.returncode == 2 and "--running 8" in done.stderr
+
+
+def test_a_decode_nodes_medians_are_of_each_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    node = import_module("decode_node_engine")
+    made = [(0, "swap", 0.02, 3), (1, "swap", 0.04, 3), (2, "swap", 0.5, 9), (0, "recompute", 3.0, 250)]
+    found = node.medians([node.Return(pair, kind, seconds, seconds / 2, steps) for pair, kind, seconds, steps in made])
+    assert found["swap"] == {"seconds": 0.04, "cpu_s": 0.02, "steps": 3.0}
+    line = node.median_line("recompute", found["recompute"])
+    assert line == "median of a recompute: 3.0000 s (3,000.0 ms), 1,500.0 ms of CPU time, 250 steps"

@@ -23,6 +23,7 @@ class Found:
 
     served: bool | None = True
     words: str = "some/llm: served"
+    untested: str = ""
 
     def text(self) -> str:
         return self.words
@@ -94,6 +95,16 @@ class TestTheCheckBefore:
         said = capsys.readouterr().err
         assert said.startswith("kvpolicy: warning: ") and said.endswith("it needs weights\n") and said.count("\n") == 1
         with pytest.warns(UserWarning, match="it needs weights"):
+            kvpolicy.serve("some/llm", "always-swap")
+        assert len(started) == 2
+
+    def test_what_was_never_tested_is_started_with_a_warning(
+        self, started: list[list[str]], look: Look, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        look.found = Found(untested="MyConnector was not tested beside it")
+        assert run(*self.SERVE) == 0
+        assert capsys.readouterr().err == "kvpolicy: warning: MyConnector was not tested beside it\n"
+        with pytest.warns(UserWarning, match="MyConnector was not tested"):
             kvpolicy.serve("some/llm", "always-swap")
         assert len(started) == 2
 

@@ -172,8 +172,8 @@ def serve(
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's are passed to vLLM unchanged."""
     command = integrations.serve_command(llm, settings, context.args)
     _warn(settings.warnings())
-    if not no_check and (unknown := integrations.refuse_unserved(llm, settings, context.args)):
-        _warn([unknown])
+    if not no_check and (doubt := integrations.refuse_unserved(llm, settings, context.args)):
+        _warn([doubt])
     if dry_run:
         typer.echo(integrations.launcher().shell_line(command))
         return

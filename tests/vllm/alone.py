@@ -14,7 +14,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,17 +34,16 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 from vllm.platforms import Platform, PlatformEnum
 from vllm.utils.hashing import sha256
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from tests.vllm.disturbances import Disturbances, Shares
-from tests.vllm.kv_caches import kv_cache, scheduler_block_size, spec_of
+from tests.vllm.kv_caches import kv_cache, scheduler_block_size, unserved_groups
 from tests.vllm.places import Places, Stalls
 from tests.vllm.setups import KINDS
 
@@ -204,6 +202,8 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
         found["diffusion by its model"] = refused(engine)
     with mock.patch.object(ModelConfig, "use_mla", True):
         found["MLA"] = refused(engine)
+        with mock.patch.object(engine.model_config.hf_text_config, "index_topk", 2048, create=True):
+            found["MLA with an indexer"] = refused(engine)
     with (
         mock.patch.object(ModelConfig, "is_hybrid", True),
         mock.patch.object(VllmConfig, "use_v2_model_runner", True, create=True),
@@ -227,15 +227,7 @@ def refused_groups(job: dict[str, Any], good: dict[str, Any], told: Callable[...
     found = {"serves block tables": "yes" if engine_version() >= (0, 32) else ""}
     found["layers full-window in order urgent"] = told(with_policy(good, "always-swap", order="urgent"), "full-window")
     config = EngineArgs(model=job["model"], dtype="float32", skip_tokenizer_init=True, **good).create_engine_config()
-    window, state = spec_of("window", BLOCK, True), spec_of("state", BLOCK, True)
-    cases = {
-        "group MAMBA1": KVCacheGroupSpec(["layer"], replace(state, mamba_type=MambaAttentionBackendEnum.MAMBA1)),
-        "group mode all": KVCacheGroupSpec(["layer"], replace(state, mamba_cache_mode="all")),
-        "group host": KVCacheGroupSpec(["layer"], window),
-        "states on runner v2": KVCacheGroupSpec(["layer"], state),
-    }
-    cases["group host"].host_resident = True
-    for name, group in cases.items():
+    for name, group in unserved_groups(BLOCK).items():
         cache = KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=[group])
         with mock.patch.object(VllmConfig, "use_v2_model_runner", True, create=True):
             found[name] = refused(config, cache)

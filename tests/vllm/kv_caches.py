@@ -3,11 +3,12 @@ state."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import lcm
 from typing import Any
 
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -15,7 +16,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from tests.vllm.setups import CHUNK, KINDS, WINDOW
@@ -72,6 +75,23 @@ def kv_cache(
     if not dense:
         cache.prefix_cache_retention_interval = 0
     return cache
+
+
+def unserved_groups(block: int) -> dict[str, KVCacheGroupSpec]:
+    """Groups that no model here has, by name."""
+    window, state = spec_of("window", block, True), spec_of("state", block, True)
+    latent = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    # What vLLM makes of latent KV and an indexer's keys, which differ in bytes.
+    specs = {"latent": latent, "indexer": replace(latent, head_size=132, dtype=torch.uint8)}
+    groups = {
+        "group MAMBA1": KVCacheGroupSpec(["layer"], replace(state, mamba_type=MambaAttentionBackendEnum.MAMBA1)),
+        "group mode all": KVCacheGroupSpec(["layer"], replace(state, mamba_cache_mode="all")),
+        "group host": KVCacheGroupSpec(["layer"], window),
+        "group indexer": KVCacheGroupSpec([*specs], UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=specs)),
+        "states on runner v2": KVCacheGroupSpec(["layer"], state),
+    }
+    groups["group host"].host_resident = True
+    return groups
 
 
 def scheduler_block_size(cache: KVCacheConfig) -> int:

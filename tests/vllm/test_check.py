@@ -22,7 +22,7 @@ from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.models import make_tokenizer
-from kvpolicy_vllm.check import LIMIT_S, CheckReport, Group, check, lay_out
+from kvpolicy_vllm.check import LIMIT_S, CheckReport, Group, check
 from tests.test_launch import run
 from tests.vllm import families, features
 from tests.vllm.harness import ROOT
@@ -324,23 +324,6 @@ def test_the_report_says_what_host_memory_holds() -> None:
     assert "  1 layer of full attention, blocks" in report(groups=(Group("FullAttentionSpec", 1, 16, None),)).text()
 
 
-@pytest.mark.parametrize("is_laid_out", [True, False])
-def test_what_was_not_tested_of_a_setup_is_in_the_answer(monkeypatch: pytest.MonkeyPatch, is_laid_out: bool) -> None:
-    def laid_out(config: Any) -> Any:
-        if not is_laid_out:
-            raise RuntimeError("needs weights")
-
-    monkeypatch.setattr(lay_out, "server_config", lambda arguments: arguments)
-    monkeypatch.setattr(lay_out, "laid_out", laid_out)
-    monkeypatch.setattr(lay_out, "groups_of", lambda kv_cache: [])
-    monkeypatch.setattr(lay_out, "served_block_bytes", lambda config, kv_cache: 4096)
-    monkeypatch.setattr(lay_out, "host_gib_of", lambda config: 4.0)
-    monkeypatch.setattr(lay_out, "untested_setup", lambda config: f"{config} was not tested")
-    arguments: Any = "M"
-    found = lay_out.judged(arguments)
-    assert found["untested"] == "M was not tested" and ("block_bytes" in found) == is_laid_out
-
-
 def test_the_report_says_what_was_not_tested() -> None:
     untested = report(untested="M was not tested")
     assert untested.ok and untested.text().splitlines()[-1] == "  M was not tested"
@@ -397,6 +380,26 @@ def test_other_connectors_are_put_behind(process: EngineProcess, model: str) -> 
     ordered = ServerSettings("always-swap", host_gib=0.5, order="urgent")
     found = asked(process, model, *flags, json.dumps(EXAMPLE), settings=ordered)
     assert "order urgent" in found["refused"] and found["helps"] == ["--order fcfs"]
+
+
+@pytest.mark.parametrize(
+    ("family", "connector", "words"),
+    [
+        ("llama", "DecodeBenchConnector", ""),
+        ("gpt-oss", "DecodeBenchConnector", "was tested beside it with one KV cache group of full attention only"),
+        ("llama", "SimpleCPUOffloadConnector", "was not tested beside it; tested are ExampleConnector"),
+    ],
+)
+def test_a_connector_that_was_not_tested_is_told(
+    process: EngineProcess, family: str, connector: str, words: str, tmp_path: Path
+) -> None:
+    families.skip_unless_served(families.FAMILIES["gpt-oss"])
+    llm = str(families.make(family, tmp_path / "model"))
+    other = json.dumps({"kv_connector": connector, "kv_role": "kv_both"})
+    found = asked(process, llm, "--dtype", "float32", "--kv-transfer-config", other)
+    assert found["refused"] == found["not_laid_out"] == "" and found["groups"]
+    assert found["untested"].startswith(f"{connector} {words}" if words else "")
+    assert bool(found["untested"]) == bool(words)
 
 
 def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_path: Path) -> None:

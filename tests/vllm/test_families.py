@@ -4,9 +4,11 @@ the device's memory held in between. Real engines."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.vllm import families, harness
 
@@ -29,8 +31,8 @@ ENGINE = {"max_model_len": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 12
 """Where vLLM computes prompts whole it raises the token budget by itself."""
 
 
-def asked() -> dict[str, Any]:
-    rng = random.Random(5)
+def asked(seed: int = 5) -> dict[str, Any]:
+    rng = random.Random(seed)
     return {"prompt": [rng.randrange(10, 2000) for _ in range(PROMPT)], "max_tokens": OUTPUT}
 
 
@@ -89,13 +91,48 @@ def test_a_recompute_in_float32_says_the_same(result: dict[str, Any]) -> None:
     """Up to the last bits, as its tokens are computed in other groups than before. In bfloat16 it need not. What is
     printed (`pytest -s`) is the row of docs/model-families.md."""
     found, reference = (result["cases"][case] for case in ("recomputed", "undisturbed"))
-    pairs = zip(found["tokens"], reference["tokens"], strict=True)
-    same = next((i for i, (one, other) in enumerate(pairs) if one != other), OUTPUT)
-    difference = largest_difference(found["logprobs"][:same], reference["logprobs"][:same])
+    same, difference = compared(found, reference)
     print(f"{result['family']}: {same} tokens of {OUTPUT} are the same, log-probabilities up to there to {difference}")
     assert found["out_at"] == [INSIDE] and harness.total(found["stats"], "loaded_tokens") == 0
     if COMPARED[result["family"]].dtype == "float32":
         assert same == OUTPUT and difference <= LAST_BITS
+
+
+LENGTHS = ((155,), (176,), (192,), (229,), (256,), (290,), (INSIDE, LATER))
+"""Computed tokens at the preemptions of each recompute of Llama in bfloat16."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5, 6])
+def test_recomputes_of_full_attention_in_bfloat16(seed: int, tmp_path: Path) -> None:
+    """Without AMX they lose no bit, so that what others lose is to be seen beside it; with AMX they lose some. What is
+    printed (`pytest -s`) is told in docs/model-families.md."""
+    name = "llama, bfloat16"
+    families.skip_unless_served(families.PLAIN[name])
+    cases = {str(lengths): {"tokens": [*lengths], "kind": "recompute"} for lengths in LENGTHS}
+    job = {
+        "scenario": "interrupted", "model": str(families.make(name, tmp_path / "model")), "request": asked(seed),
+        "cases": cases | {"undisturbed": CASES["undisturbed"]}, "plugin": harness.plugin("always-swap"),
+        "engine": ENGINE | families.PLAIN[name].engine | {"dtype": "bfloat16"},
+    }  # fmt: skip
+    found = harness.run(job, tmp_path)["cases"]
+    for case, wanted in cases.items():
+        same, difference = compared(found[case], found["undisturbed"])
+        print(
+            f"prompt {seed}, recomputed at {case}: {same} tokens of {OUTPUT} are the same, "
+            f"their log-probabilities to {difference}"
+        )
+        assert found[case]["out_at"] == wanted["tokens"]
+        assert harness.total(found[case]["stats"], "loaded_tokens") == 0
+        if not torch.cpu._is_amx_tile_supported():
+            assert (same, difference) == (OUTPUT, 0.0), case
+
+
+def compared(found: dict[str, Any], reference: dict[str, Any]) -> tuple[int, float]:
+    """How many tokens are the same, and by how much their log-probabilities differ at most."""
+    pairs = zip(found["tokens"], reference["tokens"], strict=True)
+    same = next((i for i, (one, other) in enumerate(pairs) if one != other), OUTPUT)
+    return same, largest_difference(found["logprobs"][:same], reference["logprobs"][:same])
 
 
 def largest_difference(found: list[Any], reference: list[Any]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.settings import ServerSettings
-from kvpolicy_vllm.check import check
+from kvpolicy_vllm.check import Group, check
 from tests.vllm import families, features, harness
 from tests.vllm.test_families import CASES, ENGINE, INSIDE, LATER, OUTPUT, SWAPPED, asked
 from tests.vllm.versions import skip_before_tables
@@ -42,7 +42,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "plugin": harness.plugin("always-swap"),
         "engine": ENGINE | {"dtype": family.dtype} | family.engine | feature.engine | prepared | drafts,
     }  # fmt: skip
-    return harness.run(job, folder) | {"feature": feature, "model": model, "prepared": prepared}
+    return harness.run(job, folder) | {"feature": feature, "model": model, "engine": job["engine"]}
 
 
 @pytest.mark.parametrize("case", SWAPPED)
@@ -60,26 +60,32 @@ def test_a_swap_changes_no_bit(case: str, result: dict[str, Any]) -> None:
 
 
 def test_a_block_has_the_bytes_that_the_check_says(result: dict[str, Any]) -> None:
-    """Also where a drafter's layers are in the blocks: by the bytes that the engine saves. Drafted tokens may take a
-    block more."""
-    speculation = result["prepared"].get("speculative_config")
-    if speculation is None:
-        return
-    family = family_of(result)
-    flags = ["--dtype", family.dtype, "--speculative-config", json.dumps(speculation)]
-    flags += ["--max-model-len", str(ENGINE["max_model_len"])]
-    if "block_size" in family.engine:
-        flags += ["--block-size", str(family.engine["block_size"])]
+    """Also in fp8, beside experts, and where a drafter's layers are in the blocks: by the bytes that the engine saves.
+    Drafted tokens may take a block more of each group."""
+    engine = {name: value for name, value in result["engine"].items() if name in SHAPING}
+    flags = [text for name, value in engine.items() for text in (f"--{name.replace('_', '-')}", as_text(value))]
     report = check(str(result["model"]), ServerSettings("always-swap", host_gib=0.25), flags)
-    ((block_size,),) = [{group.block_size for group in report.groups}]
+    assert report.ok, report.text()
     found = result["cases"][SWAPPED[0]]
-    blocks = sum(-(-tokens // block_size) for tokens in found["out_at"])
-    saved_blocks = harness.total(found["stats"], "copy_bytes", direction="save") / report.block_bytes
-    assert report.ok and saved_blocks in (blocks, blocks + 1)
+    blocks = sum(needed_blocks(group, tokens) for group in report.groups for tokens in found["out_at"])
+    drafted = len(report.groups) if result["feature"].drafts else 0
+    saved_bytes = harness.total(found["stats"], "copy_bytes", direction="save")
+    assert saved_bytes % report.block_bytes == 0
+    assert blocks <= saved_bytes / report.block_bytes <= blocks + drafted
 
 
-def family_of(result: dict[str, Any]) -> families.Family:
-    return (families.PLAIN | families.FAMILIES)[result["feature"].family]
+SHAPING = ("dtype", "max_model_len", "block_size", "kv_cache_dtype", "speculative_config")
+"""Engine arguments on which the bytes of a block depend, or whether they are taken."""
+
+
+def as_text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def needed_blocks(group: Group, tokens: int) -> int:
+    """Those with tokens that the next one attends to."""
+    seen = group.window if group.kind == "SlidingWindowSpec" and group.window else tokens + 1
+    return -(-tokens // group.block_size) - max(0, tokens + 1 - seen) // group.block_size
 
 
 def assert_drafts_alike(drafts: dict[str, Any], reference: dict[str, Any], since: int) -> None:

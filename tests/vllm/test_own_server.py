@@ -9,7 +9,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,26 @@ from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.run_characterize import CharacterizeReport, characterize
 from kvpolicy_vllm.bench.run_profile import PLAN, profile
 from kvpolicy_vllm.check import check
+from tests.snippets import block_below
 from tests.vllm import harness
+from tests.vllm.test_quick_start import MINUTES
 from tests.vllm.test_run_characterize import TINY as STUDIED
-from tests.vllm.test_server import complete, server
+from tests.vllm.test_server import (
+    PATIENCE_S,
+    ROUNDS,
+    by_label,
+    complete,
+    free_port,
+    metrics,
+    settled,
+    started,
+    vllm_flags,
+    wait_until,
+)
 
 TINY = Extent((128,), 5, 2, 1, 1, 400, 9, 1200, 1024, max_extra=1)
-LEARNED_FROM = Extent((128,), 16, 1, 1, 0, 256, 3, 900, 1024, max_extra=1)
+CLIENTS = 12
+"""Of a server whose memory holds some four of their requests."""
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "4", "--max-num-batched-tokens", "640")
 
 
@@ -128,11 +143,16 @@ def test_what_would_not_start_is_refused_with_the_reason(model: str, tmp_path: P
         profile(out, Measurement(tmp_path / "none"))
 
 
-def kvpolicy(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvpolicy.cli", *arguments], cwd=harness.ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+def command(words: Sequence[str]) -> list[str]:
+    """A line that the page shows, as this Python runs it."""
+    program, *others = words
+    assert program == "kvpolicy"
+    return [sys.executable, "-m", "kvpolicy.cli", *others]
+
+
+def run(words: Sequence[str], folder: Path) -> str:
+    done = subprocess.run(command(words), cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done.stdout
 
 
@@ -141,21 +161,48 @@ def kvpolicy(*arguments: str) -> str:
 def test_two_ranks_from_nothing_to_a_learned_policy(
     model: str, tmp_path: Path, as_on_a_server: Callable[[int], None]
 ) -> None:
-    """As docs/own-server.md says. The model that comes out is refused for one rank, and said why."""
+    """The page's own commands, for a small model in float32. Memory is short on the server: every victim's options are
+    priced by what was learned. The model that comes out is refused for one rank, and said why."""
     as_on_a_server(2)
-    flags = ["--tensor-parallel-size", "2", "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
-    flags += ["--max-model-len", "1024"]
-    out, learned = tmp_path / "trace", tmp_path / "model"
-    profile(out, Measurement(Path(model), vllm_flags=tuple(flags)), extent=LEARNED_FROM)
-    kvpolicy("train", str(out), "--out", str(learned), "--force")
+    (tmp_path / "server.yaml").write_text("enforce-eager: true\nblock-size: 32\nmax-model-len: 1024\n")
+    here = {"LLM": model, "30": MINUTES, "bfloat16": "float32"}
+    printed = block_below("vLLM's flags of that server follow a `--`", "docs/own-server.md")
+    profiled, trained, checked, served = [[here.get(word, word) for word in line] for line in printed]
+    run(profiled, tmp_path)
+    run([*trained, "--force"], tmp_path)  # two ranks on two cores are measured with much noise
+    learned = tmp_path / "models" / "mine"
     heads = json.loads((Path(model) / "config.json").read_text())["num_attention_heads"]
     assert cost.load(learned).provenance.geometry.heads == heads // 2
-    policy = ("--policy", f"cheapest:{learned}", "--host-gib", "0.25")
-    assert "served by" in kvpolicy("check", model, *policy, *flags)
-    with server(model, tmp_path, *policy, "--tensor-parallel-size", "2", workers=2) as (base, _):
-        answer = complete(base, 0, (5, 5))
-        assert answer["usage"]["completion_tokens"] == answer["wanted"] == 5
+    assert "served by" in run(checked, tmp_path)
+
+    port, environment = free_port(), harness.environment(2, multiprocess=True)
+    line = [*command(served), "--host-gib", "0.25", "--trace", str(tmp_path / "served"), *vllm_flags(port)]
+    with started(line, port, tmp_path, environment, tmp_path) as (base, process):
+        told = pressed(base)
+        in_force = by_label(base, "cost_model")
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
+    assert in_force[f'digest="{cost.load(learned).digest}"'] == 1.0, in_force
+    assert told["priced_preemptions_total"] == told["preemptions_total"] == told["resumed_total"] >= 4
+    assert told["predicted_cost_microseconds_total"] > 0 and told["fallbacks_total"] == 0
+    for row in traces.read(tmp_path / "served").rows("decisions"):
+        assert sorted(option["kind"] for option in row["options"]) == ["recompute", "swap"] and len(row["costs"]) == 2
+
     as_on_a_server(1)
-    refused = check(model, ServerSettings(f"cheapest:{learned}"), flags[2:])
+    flags = ("--dtype", "float32", "--config", str(tmp_path / "server.yaml"))
+    refused = check(model, ServerSettings(f"cheapest:{learned}"), flags)
     assert "measured with 2 times as many tensor-parallel ranks" in refused.refused
     assert refused.helps == ("--policy always-swap",)
+
+
+def pressed(base: str) -> dict[str, float]:
+    """Metrics after long requests have pressed the server for memory, and all were answered."""
+    for number in range(ROUNDS):
+        seeds = range(CLIENTS * number, CLIENTS * (number + 1))
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            answers = list(pool.map(lambda seed: complete(base, seed, (300, 400)), seeds))
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [one["wanted"] for one in answers]
+        wait_until(lambda: settled(metrics(base)), lambda: f"the metrics do not settle: {metrics(base)}")
+        if metrics(base)["preemptions_total"] >= 4:
+            break
+    return metrics(base)

@@ -257,11 +257,18 @@ def test_several_block_tables(layers: str, messages: dict[str, str]) -> None:
         pytest.param("MAMBA1", marks=refused_feature("Mamba1 states")),
         pytest.param("mode all", marks=refused_feature("--mamba-cache-mode all")),
         pytest.param("host", marks=refused_feature("KV cache groups in host memory")),
+        "indexer",
     ],
 )
 def test_groups_it_does_not_serve(kind: str, messages: dict[str, str]) -> None:
-    words = {"mode all": "--mamba-cache-mode all", "host": "host memory"}.get(kind, kind)
-    assert "kvpolicy does not serve" in messages[f"group {kind}"] and words in messages[f"group {kind}"]
+    named = {"mode all": "--mamba-cache-mode all", "host": "host memory", "indexer": "UniformTypeKVCacheSpecs"}
+    assert "kvpolicy does not serve" in messages[f"group {kind}"]
+    assert named.get(kind, kind) in messages[f"group {kind}"]
+
+
+def test_latent_kv_with_an_indexer_is_told_by_the_configuration(messages: dict[str, str]) -> None:
+    """Before weights are read, and before its group, whose kind has no name that a user knows."""
+    assert "kvpolicy does not serve MLA models with an indexer" in messages["MLA with an indexer"]
 
 
 @refused_feature("latent KV (MLA), and states beside attention", before=WITH_TABLES)

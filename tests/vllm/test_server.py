@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,13 +143,18 @@ def post(url: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
         return dict(json.loads(answer.read()))
 
 
-def all_answered(base: str, clients: int, number: int, cores: int = 1) -> None:
-    """Round ``number`` of so many clients at once, spread evenly over engine cores."""
-    with ThreadPoolExecutor(clients) as pool:
-        ranks = [None if cores == 1 else client % cores for client in range(clients)]
-        seeds = range(number * clients, (number + 1) * clients)
-        for answer in pool.map(lambda seed, rank: complete(base, seed, rank=rank), seeds, ranks):
-            assert answer["usage"]["completion_tokens"] == answer["wanted"]
+def all_answered(base: str, clients: int, number: int, cores: int = 1) -> list[str]:
+    """Round ``number`` of so many clients at once, spread evenly over engine cores; returns what each was told."""
+    ranks = [None if cores == 1 else client % cores for client in range(clients)]
+    return texts_of(base, range(number * clients, (number + 1) * clients), ranks, clients)
+
+
+def texts_of(base: str, seeds: Sequence[int], ranks: Sequence[int | None], at_once: int) -> list[str]:
+    """The texts of answers that are as long as they should be, ``at_once`` at a time."""
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = list(pool.map(lambda seed, rank: complete(base, seed, rank=rank), seeds, ranks))
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [answer["wanted"] for answer in answers]
+    return [str(answer["choices"][0]["text"]) for answer in answers]
 
 
 def pressed(base: str) -> set[str]:
@@ -157,14 +162,19 @@ def pressed(base: str) -> set[str]:
     return {core for core, count in by_core(base, "preemptions_total").items() if count}
 
 
-def by_core(base: str, name: str) -> dict[str, float]:
-    """One of our metrics by engine core, summed over its other labels."""
+def by_core(base: str, name: str, label: str = "") -> dict[str, float]:
+    """One of our metrics by engine core, summed over its other labels, or with one of them, as ``name="value"``."""
     result: dict[str, float] = defaultdict(float)
     with urllib.request.urlopen(f"{base}/metrics", timeout=PATIENCE_S) as answer:
         for line in answer.read().decode().splitlines():
-            if line.startswith(f"vllm:kvpolicy_{name}{{"):
+            if line.startswith(f"vllm:kvpolicy_{name}{{") and label in line:
                 result[line.split('engine="')[1].split('"')[0]] += float(line.rsplit(" ", 1)[1])
     return result
+
+
+def loading(base: str) -> set[str]:
+    """Engine cores that have loaded somebody's tokens."""
+    return {core for core, count in by_core(base, "loaded_tokens_total").items() if count}
 
 
 def by_label(base: str, name: str) -> dict[str, float]:
@@ -323,18 +333,26 @@ def test_started_from_python(model: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.feature("data parallelism")
 def test_two_data_parallel_cores(model: str, tmp_path: Path) -> None:
-    """Each engine core has its own host pool, decides for itself, and records into a sub-folder of its own. The check
-    before does not wait for the cores."""
+    """Each engine core has its own host pool, decides for itself, saves and loads for itself, and records into a
+    sub-folder of its own; everybody is told what one core says with memory enough. The check before does not wait for
+    the cores."""
     folder = tmp_path / "trace"
     options = ("--policy", "always-swap", "--host-gib", "0.25", "--trace", str(folder), "--data-parallel-size", "2")
     with server(model, tmp_path, *options, workers=2, checked=True) as (base, _):
         assert "could not be looked at beforehand" not in (tmp_path / "server.log").read_text()
-        for number in range(ROUNDS):
-            all_answered(base, 64, number, cores=2)
+        alone = texts_of(base, range(64), [0] * 64, at_once=2)
+        assert not pressed(base)
+        for _ in range(ROUNDS):
+            assert all_answered(base, 64, 0, cores=2) == alone
             wait_until(lambda: settled(metrics(base)), lambda: f"what is told does not settle: {metrics(base)}")
-            if len(pressed(base)) == 2:
+            if len(loading(base)) == 2:
                 break
         assert metrics(base)["cost_model"] == 2
+        for direction in ("save", "load"):
+            copied = by_core(base, "copy_bytes_total", f'direction="{direction}"')
+            assert len(copied) == 2 and min(copied.values()) > 0, copied
+        swaps = by_core(base, "preemptions_total", 'executed="swap"')
+        assert len(swaps) == 2 and min(swaps.values()) > 0 and len(loading(base)) == 2, swaps
     recorded = trace.read(folder)
     assert len(recorded.headers) == 2
     assert set(recorded.table("decisions")["core"].to_pylist()) == set(recorded.headers)

@@ -23,7 +23,7 @@ from tests.vllm.versions import INSTALLED, skip_before_tables, source_or_skip
 
 pytestmark = pytest.mark.scheduler
 
-FAMILIES = ("two-full", "window", "full-window", "full-windows", "two-sizes", "full-states")
+FAMILIES = ("two-full", "window", "full-window", "full-windows", "two-sizes", "full-states", "full-chunks")
 TIGHT: dict[str, Any] = {"spare_blocks": 2, "requests": 60}
 CASES: dict[str, dict[str, Any]] = {
     "as drawn": {},

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(engine_version() < OLDEST_WITH_TABLES, reason="several block tables are served from 0.32 on"),
 ]
 
-FAMILIES = ("two-full", "window", "full-window", "full-windows", "two-sizes", "full-states")
+FAMILIES = ("two-full", "window", "full-window", "full-windows", "two-sizes", "full-states", "full-chunks")
 families = pytest.mark.parametrize("layers", FAMILIES)
 modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 

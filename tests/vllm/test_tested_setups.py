@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvpolicy_vllm import connector
+from kvpolicy_vllm.check import lay_out
 from kvpolicy_vllm.plugin import tested_setups
 from tests.vllm import features
 from tests.vllm.versions import ROOT
+
+
+@pytest.fixture(autouse=True)
+def not_warned_of() -> Iterator[None]:
+    """What another test was warned of is warned of again."""
+    tested_setups._warn_once.cache_clear()
+    yield
+    tested_setups._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -26,12 +37,72 @@ from tests.vllm.versions import ROOT
         (["NixlConnector", "MyConnector"], True, "MyConnector was not tested"),
     ],
 )
-def test_connectors_that_were_not_tested_are_told(
-    caplog: pytest.LogCaptureFixture, beside: list[str], several_tables: bool, words: str
-) -> None:
+def test_connectors_that_were_not_tested_are_told(beside: list[str], several_tables: bool, words: str) -> None:
+    said = tested_setups.untested_connectors(beside, several_tables)
+    assert said.startswith(words) and bool(said) == bool(words)
+
+
+def with_layers(*groups: Any) -> Any:
+    """A KV cache of these groups; with one of states, whose blocks are cleared."""
+    has_states = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
+    return SimpleNamespace(kv_cache_groups=groups, needs_kv_cache_zeroing=has_states)
+
+
+FULL, WINDOW, STATE = (
+    SimpleNamespace(kv_cache_spec=type(kind, (), {})())
+    for kind in ("FullAttentionSpec", "SlidingWindowSpec", "MambaSpec")
+)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "words"),
+    [
+        (None, ""),
+        (with_layers(FULL), ""),
+        (with_layers(WINDOW), "NixlConnector was tested beside it with one KV cache group of full attention only"),
+        (with_layers(FULL, WINDOW), "NixlConnector was tested beside it with one KV cache group of full attention"),
+    ],
+)
+def test_layers_that_a_connector_was_not_tested_with_are_told(kv_cache: Any, words: str) -> None:
+    """Where they are known: before, what can be said by its name alone is."""
+    said = tested_setups.untested_setup(configured(beside=["NixlConnector"]), kv_cache)
+    assert said.startswith(words) and bool(said) == bool(words)
+    assert "MyConnector was not tested" in tested_setups.untested_setup(configured(beside=["MyConnector"]), kv_cache)
+
+
+@pytest.mark.parametrize("use_v2_model_runner", [False, True])
+@pytest.mark.parametrize("kv_cache", [None, with_layers(FULL, STATE)])
+def test_states_whose_blocks_are_held_are_told(kv_cache: Any, use_v2_model_runner: bool) -> None:
+    """By the layers, or by the model's configuration where these are not known."""
+    config = configured(is_hybrid=True)
+    config.use_v2_model_runner = use_v2_model_runner
+    said = tested_setups.untested_setup(config, kv_cache)
+    assert said.startswith("states on vLLM's model runner v2 were never tested" if use_v2_model_runner else "")
+    assert bool(said) == use_v2_model_runner
+    config.model_config.is_hybrid = False
+    assert tested_setups.untested_setup(config, with_layers(FULL)) == ""
+
+
+def test_a_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """For several configurations, as vLLM makes them of a server's flags."""
     with caplog.at_level(logging.WARNING):
-        tested_setups.warn_untested_connectors(beside, several_tables)
-    assert [record.getMessage().startswith(f"kvpolicy: {words}") for record in caplog.records] == [True] * bool(words)
+        for name in ("Mine", "Mine", "Other"):
+            tested_setups.warn_untested_setup(configured(beside=[name]), None)
+        tested_setups.warn_untested_setup(configured(), None)
+    said = [record.getMessage().partition(" was not tested beside it")[0] for record in caplog.records]
+    assert said == ["kvpolicy: Mine", "kvpolicy: Other"]
+
+
+def test_it_is_told_while_vllm_makes_its_configuration(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long before its scheduler is made, with the weights in memory."""
+    monkeypatch.setattr(connector, "refuse_early", lambda: configured(beside=["Mine"]))
+    with caplog.at_level(logging.WARNING):
+        assert connector.KVPolicyConnector
+    assert [record.getMessage()[:30] for record in caplog.records] == ["kvpolicy: Mine was not tested "]
+    monkeypatch.setattr(connector, "refuse_early", lambda: None)
+    assert connector.KVPolicyConnector and len(caplog.records) == 1
 
 
 def test_every_connector_that_is_called_tested_has_a_test_of_engines() -> None:
@@ -50,11 +121,16 @@ def taking(architecture: str, **multimodal: Any) -> Any:
     return configured(multimodal_config=inputs, architectures=[architecture])
 
 
-def configured(precision: str = "auto", **model: Any) -> Any:
-    """A configuration of a model of full attention that takes text alone, but for ``model``."""
+def configured(precision: str = "auto", beside: Sequence[str] = (), **model: Any) -> Any:
+    """A configuration of a model of full attention that takes text alone, but for ``model``. ``beside``: names of the
+    connectors that serve beside kvpolicy's."""
     plain = {"multimodal_config": None, "use_mla": False, "is_hybrid": False, "attention_chunk_size": None}
     cache = SimpleNamespace(cache_dtype=precision)
-    return SimpleNamespace(model_config=SimpleNamespace(**plain | model), cache_config=cache)
+    connectors = [{"kv_connector": name} for name in ("KVPolicyConnector", *beside)]
+    listed = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**plain | model), cache_config=cache, kv_transfer_config=SimpleNamespace(**listed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +144,7 @@ def configured(precision: str = "auto", **model: Any) -> Any:
 def test_inputs_that_were_not_tested_are_told(caplog: pytest.LogCaptureFixture, architecture: str, words: str) -> None:
     config = taking(architecture)
     with caplog.at_level(logging.WARNING):
-        tested_setups.warn_untested_setup(config)
+        tested_setups.warn_untested_setup(config, None)
     assert [record.getMessage().startswith(f"kvpolicy: {words}") for record in caplog.records] == [True] * bool(words)
     config.model_config.multimodal_config.language_model_only = True
     assert tested_setups.untested_inputs(config) == "", "it takes text alone"
@@ -90,7 +166,7 @@ def test_inputs_that_were_not_tested_are_told(caplog: pytest.LogCaptureFixture, 
 def test_keys_and_values_of_a_precision_that_was_not_tested_are_told(
     precision: str, model: dict[str, Any], words: str
 ) -> None:
-    said = tested_setups.untested_setup(configured(precision, **model))
+    said = tested_setups.untested_setup(configured(precision, **model), None)
     is_told = precision.startswith("fp8") and bool(words)
     assert said.startswith(f"--kv-cache-dtype {precision} was not tested with {words};" if is_told else "")
     assert bool(said) == is_told
@@ -99,7 +175,7 @@ def test_keys_and_values_of_a_precision_that_was_not_tested_are_told(
 def test_both_are_told_where_neither_was_tested() -> None:
     config = taking("Gemma3ForConditionalGeneration")
     config.cache_config.cache_dtype, config.model_config.is_hybrid = "fp8", True
-    first, second = tested_setups.untested_setup(config).split("; --kv-cache-dtype ")
+    first, second = tested_setups.untested_setup(config, None).split("; --kv-cache-dtype ")
     assert first.startswith("Gemma3ForConditionalGeneration was not tested") and second.startswith("fp8 was not tested")
 
 
@@ -110,3 +186,22 @@ def test_what_fp8_was_tested_with_is_on_the_page() -> None:
         assert words in row
     tested = {feature.family for name, feature in features.ENGINES.items() if name.startswith("fp8")}
     assert tested == {"llama", "gpt-oss"}
+
+
+@pytest.mark.parametrize("is_laid_out", [True, False])
+def test_what_was_not_tested_of_a_setup_is_in_the_answer(monkeypatch: pytest.MonkeyPatch, is_laid_out: bool) -> None:
+    def laid_out(config: Any) -> Any:
+        if not is_laid_out:
+            raise RuntimeError("needs weights")
+        return "layers"
+
+    monkeypatch.setattr(lay_out, "server_config", lambda arguments: arguments)
+    monkeypatch.setattr(lay_out, "laid_out", laid_out)
+    monkeypatch.setattr(lay_out, "groups_of", lambda kv_cache: [])
+    monkeypatch.setattr(lay_out, "served_block_bytes", lambda config, kv_cache: 4096)
+    monkeypatch.setattr(lay_out, "host_gib_of", lambda config: 4.0)
+    monkeypatch.setattr(lay_out, "untested_setup", lambda config, kv_cache: f"{config} was not tested, {kv_cache}")
+    arguments: Any = "M"
+    found = lay_out.judged(arguments)
+    assert found["untested"] == f"M was not tested, {'layers' if is_laid_out else None}"
+    assert ("block_bytes" in found) == is_laid_out

@@ -84,7 +84,7 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
         kv_cache = laid_out(config)
     # The model's own error, or one of a model that needs its weights or a device to be made: which is not known.
     except Exception as error:  # noqa: BLE001
-        return {"not_laid_out": f"{type(error).__name__}: {error}", "untested": untested_setup(config)}
+        return {"not_laid_out": f"{type(error).__name__}: {error}", "untested": untested_setup(config, None)}
     groups = groups_of(kv_cache)
     try:
         served = {
@@ -94,7 +94,7 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
         }
     except KVPolicyError as error:
         raise NotServed(str(error), groups) from error
-    return served | {"untested": untested_setup(config)}
+    return served | {"untested": untested_setup(config, kv_cache)}
 
 
 def is_served(arguments: AsyncEngineArgs) -> bool:

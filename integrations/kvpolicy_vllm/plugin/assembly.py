@@ -111,7 +111,7 @@ def controller_for(
     if (write := span_writer(vllm_config)) is not None:
         controller.observers.add(PreemptionSpans(write, controller.metrics.tally))
     tokens = None if controller.tables is not None else slots * engine.block_size
-    pinned, untested = settings.pin_memory and not current_platform.is_cpu(), untested_setup(vllm_config)
+    pinned, untested = settings.pin_memory and not current_platform.is_cpu(), untested_setup(vllm_config, kv_cache)
     logger.info("kvpolicy: %s", start_line(settings, decider.policy, order, slots, tokens, pinned, untested))
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)

@@ -32,7 +32,6 @@ from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.rank_files import RankFiles
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.shadow import ShadowCopier
-from kvpolicy_vllm.plugin.tested_setups import warn_untested_setup
 from kvpolicy_vllm.plugin.versions import (
     engine_version,
     platform,
@@ -74,7 +73,6 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
         else:
             warn_untested()
-            warn_untested_setup(vllm_config)
             self.controller = controller_for(
                 self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes, pool_count
             )

@@ -30,7 +30,7 @@ from kvpolicy_vllm.plugin.ordering import Ordering, by_arrival
 from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
 from kvpolicy_vllm.plugin.running_order import RunningOrder
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.tested_setups import warn_untested_connectors, warn_untested_states
+from kvpolicy_vllm.plugin.tested_setups import warn_untested_setup
 from kvpolicy_vllm.plugin.versions import (
     UnsupportedEngine,
     connectors_beside,
@@ -97,9 +97,8 @@ class PolicyHooks:
             )
         self.kvpolicy = own.controller
         self.kvpolicy.beside = connectors_beside(config)
-        warn_untested_connectors(self.kvpolicy.beside, self.kvpolicy.tables is not None)
+        warn_untested_setup(config, self.kv_cache_config)
         if overwrites_before_saves(config, self.kv_cache_config):
-            warn_untested_states()
             self.kvpolicy.copies.pinned = PinnedBlocks(self.kv_cache_manager.block_pool)
         self._cause: Cause = "reset"  # outside schedule() only a reset preempts requests
         self._forced_out: list[str] = []

@@ -1,13 +1,19 @@
-"""What was tested beside the plugin and with it, and warnings of what was not. None of it is refused."""
+"""What was tested beside the plugin and with it, and what was not: said by the check, and in the server's log. None of
+it is refused."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
+
+from kvpolicy_vllm.plugin.kv_layout import is_plain
+from kvpolicy_vllm.plugin.versions import connectors_beside, overwrites_before_saves
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector", "LMCacheMPConnector")
 """Connectors that were tested beside kvpolicy's."""
@@ -19,31 +25,41 @@ TESTED_WITH_FP8 = "full attention and windows"
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-def warn_untested_connectors(names: Sequence[str], several_tables: bool) -> None:
-    """Log a warning where connectors serve beside kvpolicy's that were not tested there. ``several_tables``: whether
-    the model has several block tables, or windows."""
-    untested = [name for name in names if name not in TESTED_BESIDE]
-    if untested:
-        logger.warning(
-            "kvpolicy: %s was not tested beside it; tested are %s", ", ".join(untested), ", ".join(TESTED_BESIDE)
+def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
+    """What was not tested of an engine with these settings; empty where all was. ``kv_cache``: None where not known."""
+    parts = (
+        untested_inputs(config),
+        untested_precision(config),
+        untested_connectors(connectors_beside(config), kv_cache is not None and not is_plain(kv_cache)),
+        untested_states(config, kv_cache),
+    )
+    return "; ".join(filter(None, parts))
+
+
+def warn_untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
+    """Log a warning where the model, a setting or a connector was not tested, once in a process."""
+    if untested := untested_setup(config, kv_cache):
+        _warn_once(untested)
+
+
+@cache
+def _warn_once(untested: str) -> None:
+    """vLLM makes several configurations of a server's flags."""
+    logger.warning("kvpolicy: %s", untested)
+
+
+def untested_connectors(names: Sequence[str], several_tables: bool) -> str:
+    """What was not tested of the connectors that serve beside kvpolicy's; empty where all was. ``several_tables``:
+    whether the model is known to have several block tables, or windows."""
+    tested = ", ".join(TESTED_BESIDE)
+    if untested := [name for name in names if name not in TESTED_BESIDE]:
+        return f"{', '.join(untested)} was not tested beside it; tested are {tested}"
+    if names and several_tables:
+        return (
+            f"{', '.join(names)} was tested beside it with one KV cache group of full attention only, and this model "
+            "has several, or windows"
         )
-    elif names and several_tables:
-        logger.warning(
-            "kvpolicy: %s was tested beside it with one KV cache group of full attention only, and this model has "
-            "several, or windows", ", ".join(names),
-        )  # fmt: skip
-
-
-def untested_setup(config: VllmConfig) -> str:
-    """What was not tested of a model with these settings; empty where all was."""
-    return "; ".join(filter(None, (untested_inputs(config), untested_precision(config))))
-
-
-def warn_untested_setup(config: VllmConfig) -> None:
-    """Log a warning where the model, or a setting, was not tested."""
-    untested = untested_setup(config)
-    if untested:
-        logger.warning("kvpolicy: %s", untested)
+    return ""
 
 
 def untested_inputs(config: VllmConfig) -> str:
@@ -78,9 +94,15 @@ def untested_precision(config: VllmConfig) -> str:
     return f"--kv-cache-dtype {precision} was not tested with {' or '.join(untested)}; it was with {TESTED_WITH_FP8}"
 
 
-def warn_untested_states() -> None:
-    """Log that blocks are held until they are saved."""
-    logger.warning(
-        "kvpolicy: states on vLLM's model runner v2 were never tested on a GPU; the blocks of a preempted request are "
-        "held until they are saved, for a step or more, in which nobody can have them"
+def untested_states(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
+    """That blocks are held until they are saved; empty where they are not. ``kv_cache``: None where not known."""
+    if kv_cache is None:
+        held = config.model_config.is_hybrid and getattr(config, "use_v2_model_runner", False)
+    else:
+        held = overwrites_before_saves(config, kv_cache)
+    if not held:
+        return ""
+    return (
+        "states on vLLM's model runner v2 were never tested on a GPU; the blocks of a preempted request are held until "
+        "they are saved, for a step or more, in which nobody can have them"
     )

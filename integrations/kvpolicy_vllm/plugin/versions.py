@@ -113,15 +113,16 @@ def _range() -> str:
     return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
-def refuse_early() -> None:
+def refuse_early() -> VllmConfig | None:
     """Refuse what can be refused while vLLM makes its configuration, minutes before it loads the weights.
 
     At that time vLLM looks up the connector's class. It passes the configuration only when it makes the connector,
-    with the weights in memory, so here the configuration is taken from the stack. All checks are repeated later.
+    with the weights in memory, so here the configuration is taken from the stack, and returned where there is one. All
+    checks are repeated later.
     """
     config = _configuration_being_made()
     if config is None or config.kv_transfer_config is None or config.model_config is None:
-        return
+        return None
     refuse_unsupported(config, None)
     settings = Settings.read(own_settings(config.kv_transfer_config))
     refuse_ranking(settings, config.scheduler_config.policy)
@@ -129,6 +130,7 @@ def refuse_early() -> None:
         take_share(config, bool(platform().is_cpu()))
     if not policies.needs_engine(settings.policy):
         refuse_other_model(settings.load_policy().cost_model, config)
+    return config
 
 
 def _configuration_being_made() -> VllmConfig | None:
@@ -290,6 +292,10 @@ def _refuse_model(config: VllmConfig) -> None:
         # They need their own scheduler, which the plugin's would silently replace.
         (config.diffusion_config is not None or model.is_diffusion, "diffusion models"),
         (model.is_attention_free, "attention-free models"),
+        (
+            model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
+            "MLA models with an indexer, whose keys are kept beside the latent KV",
+        ),
     )
     _refuse_first(refusals)
     if model.is_hybrid:
