@@ -242,7 +242,7 @@ def test_a_server_and_an_engine_are_started_as_it_says(monkeypatch: pytest.Monke
     made: list[Any] = []
     monkeypatch.setattr(integrations.subprocess, "Popen", made.append)
     monkeypatch.setattr(launch, "server", lambda llm: ["vllm", "serve", llm])
-    monkeypatch.setattr(integrations, "check", lambda *asked: SimpleNamespace(served=True))
+    monkeypatch.setattr(integrations, "check", lambda *asked: SimpleNamespace(served=True, untested=""))
     shown("start", "docs/own-policies.md")("some/llm")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda llm, **more: made.append(more)))
     shown("engine", "docs/own-policies.md")("some/llm")
