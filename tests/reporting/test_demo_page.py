@@ -56,7 +56,7 @@ def write_run(folder: Path) -> Path:
             name=name,
             served=one["served"],
             headline=one["headline"],
-            arms=dict.fromkeys(one["figures"], "cheapest:/home/somebody/kvpolicy/out/demo/models/native"),
+            arms=dict.fromkeys(one["figures"], "cheapest:out/demo/models/native"),
             figures=one["figures"],
             policies={arm: {"preemptions": counts} for arm, counts in one["preemptions"].items()},
         )
