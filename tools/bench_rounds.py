@@ -57,8 +57,8 @@ def without_folder(workload: str) -> str:
 
 
 def ratio(bench: Bench, figure: str, arm: str, over: str = "vllm", **cell: Any) -> Ratio:
-    """One arm over another in the runs of a cell, by round or by start of the servers, as the bench prints it. ``figure``: such as ``ttft_s``,
-    whose mean is meant, or ``messages_s``."""
+    """One arm over another in the runs of a cell, by round, or by start of the servers where there are several, as the
+    bench prints it. ``figure``: such as ``ttft_s``, whose mean is meant, or ``messages_s``."""
     values: dict[str, dict[int, float]] = {arm: {}, over: {}}
     starts: dict[int, int] = {}
     for run in bench["runs"]:
