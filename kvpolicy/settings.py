@@ -21,6 +21,7 @@ from kvpolicy.fields import (
     WrongValue,
     one_of,
     option,
+    refuse_non_integer,
     refuse_other,
     refuse_single,
     validate,
@@ -354,6 +355,8 @@ class BenchTarget:
     """Of the servers with the plugin that are started."""
     vllm_flags: Sequence[str] = ()
     """vLLM's flags of all servers that are started."""
+    rounds_per_start: int | None = None
+    """See :data:`ROUNDS_PER_START`."""
 
     def __post_init__(self) -> None:
         refuse_other("target", self.target, str, "a URL or a model, as a text")
@@ -364,6 +367,12 @@ class BenchTarget:
             raise WrongValue("target", f"is {self.target}, a server's address: did you mean http://{self.target}?")
         refuse_single(arms=self.arms)
         refuse_no_flags(self.vllm_flags)
+        if self.rounds_per_start is not None:
+            refuse_non_integer("rounds_per_start", self.rounds_per_start, COUNT)
+            if self.is_url:
+                raise WrongValue(
+                    "rounds_per_start", f"is of servers to be started; {self.target} runs already, and is not ended"
+                )
         object.__setattr__(self, "arms", tuple(self.arms))
         object.__setattr__(self, "vllm_flags", tuple(self.vllm_flags))
 
@@ -371,12 +380,21 @@ class BenchTarget:
     def is_url(self) -> bool:
         return is_http(self.target)
 
+    def start_of(self, round_: int) -> int:
+        """Which start of the servers serves a round, both counted from 0."""
+        return 0 if self.rounds_per_start is None else round_ // self.rounds_per_start
+
 
 def is_http(url: str) -> bool:
     """Whether it is written as the URL of a server."""
     return url.startswith(("http://", "https://"))
 
 
+ROUNDS_PER_START = (
+    "Rounds after which all servers are ended and started anew, in the other order. Intervals are then over these "
+    "starts, each of which counts once: two processes of one program can differ in speed for as long as they live. "
+    "Default: one start for all rounds, as each takes the time in which a server loads its model."
+)
 ARMS = (
     "An arm to compare, NAME or NAME=JSON; may be given several times, and the first is what others are compared with. "
     "For a model: vllm (without the plugin), kvpolicy (with these flags), hints (the same, and requests carry hints); "

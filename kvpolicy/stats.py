@@ -112,6 +112,20 @@ def student_ratio(
     return Ratio(value, low, high, len(logs))
 
 
+def ratio_over_starts(values: Sequence[float], other_values: Sequence[float], starts: Sequence[int]) -> Ratio:
+    """As :func:`student_ratio` of pairs that processes served which were started anew in between: each start counts
+    once, by its geometric means, as the pairs of one start share what its processes are like. Over the pairs where
+    there is one start. ``starts``: number of each pair's."""
+    if len(set(starts)) < 2:
+        return student_ratio(values, other_values)
+    return student_ratio(geometric_means(values, starts), geometric_means(other_values, starts))
+
+
+def unit_of(starts: int) -> str:
+    """What an interval is over, in words, where a bench has so many starts of its servers."""
+    return "rounds of one process each" if starts < 2 else f"{starts} starts of the servers"
+
+
 def bootstrap_ratio(
     above: Sequence[float], below: Sequence[float], rng: random.Random, resamples: int = RESAMPLES
 ) -> Ratio:

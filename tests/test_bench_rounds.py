@@ -35,6 +35,19 @@ def test_ratios_are_those_of_the_runs(
     assert all(text in " ".join((ROOT / page).read_text().split()) for page in pages), text
 
 
+def test_a_start_of_the_servers_counts_once() -> None:
+    runs = [
+        {"cell": {"n": 1}, "round": number, "arm": arm, "start": number // 2, "cpu_s": seconds}
+        for number, factor in enumerate((2.0, 8.0, 3.0, 3.0, 5.0))
+        for arm, seconds in (("vllm", 7.0), ("a", 7 * factor))
+    ]  # fmt: skip
+    found = rounds.ratio({"runs": runs}, "cpu_s", "a", n=1)
+    assert found.pairs == 3 and found.value == pytest.approx((4.0 * 3.0 * 5.0) ** (1 / 3))
+    for run in runs:
+        del run["start"]
+    assert rounds.ratio({"runs": runs}, "cpu_s", "a", n=1).pairs == 5
+
+
 def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:
     """Neither requests nor folders of the machine."""
     run = {"cell": {"n": 1}, "round": 0, "arm": "vllm", "ttft_s": {"mean": 1 / 3}, "rows": [1], "lookups": [[2]]}

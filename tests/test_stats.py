@@ -17,8 +17,10 @@ from kvpolicy.stats import (
     mean_and_percentiles,
     proportion_interval,
     quantile,
+    ratio_over_starts,
     student_interval,
     student_ratio,
+    unit_of,
     widened_tail,
 )
 
@@ -111,6 +113,16 @@ def test_an_interval_that_includes_one_is_not_significant() -> None:
     for ratio in (student_ratio([0.5, 1.0], [1.0, 1.0]), Ratio(0.71, None, None, 1)):  # the first from 0.01 to 57
         assert "no interval" in ratio.text() and " to " not in ratio.text()
     assert Ratio(1.02, 1.01, 1.05, 8).significant
+
+
+def test_a_start_counts_once_by_its_geometric_means() -> None:
+    """Two rounds of a start are 2 and 8 times the others, that of the other start 3 times."""
+    values, others = [2.0, 8.0, 6.0], [1.0, 1.0, 2.0]
+    found = ratio_over_starts(values, others, [0, 0, 1])
+    expected = student_ratio([4.0, 6.0], [1.0, 2.0])
+    assert (found.pairs, found.to_dict()) == (2, pytest.approx(expected.to_dict()))
+    assert ratio_over_starts(values, others, [7, 7, 7]) == student_ratio(values, others), "one start: over rounds"
+    assert unit_of(1) == "rounds of one process each" and unit_of(10) == "10 starts of the servers"
 
 
 def test_percentiles_by_hand() -> None:

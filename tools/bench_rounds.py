@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.json_values import rounded
-from kvpolicy.stats import Ratio, student_ratio
+from kvpolicy.stats import Ratio, ratio_over_starts
 
 RAW = Path(__file__).resolve().parent.parent / "docs" / "bench-rounds.json"
 LEFT_OUT = ("rows", "lookups", "counters", "classes", "by_prompt_length")
@@ -57,15 +57,18 @@ def without_folder(workload: str) -> str:
 
 
 def ratio(bench: Bench, figure: str, arm: str, over: str = "vllm", **cell: Any) -> Ratio:
-    """One arm over another in the runs of a cell, by round, as the bench prints it. ``figure``: such as ``ttft_s``,
-    whose mean is meant, or ``messages_s``."""
+    """One arm over another in the runs of a cell, by round, or by start of the servers where there are several, as the
+    bench prints it. ``figure``: such as ``ttft_s``, whose mean is meant, or ``messages_s``."""
     values: dict[str, dict[int, float]] = {arm: {}, over: {}}
+    starts: dict[int, int] = {}
     for run in bench["runs"]:
         if run["arm"] in values and run["cell"].items() >= cell.items():
             value = run[figure]
+            starts[run["round"]] = run.get("start", 0)
             values[run["arm"]][run["round"]] = value["mean"] if isinstance(value, dict) else value
     rounds = sorted(values[arm].keys() & values[over].keys())
-    return student_ratio([values[arm][number] for number in rounds], [values[over][number] for number in rounds])
+    above, below = ([values[one][number] for number in rounds] for one in (arm, over))
+    return ratio_over_starts(above, below, [starts[number] for number in rounds])
 
 
 def text_of(raw: Mapping[str, Bench]) -> str:

@@ -15,7 +15,16 @@ import typer
 import kvpolicy
 from kvpolicy import integrations, prefix_store
 from kvpolicy.cli.flags import SERVER_FLAGS, command
-from kvpolicy.settings import ARMS, AnalyticsLoad, BenchTarget, ChatLoad, Load, RateLoad, ServerSettings
+from kvpolicy.settings import (
+    ARMS,
+    ROUNDS_PER_START,
+    AnalyticsLoad,
+    BenchTarget,
+    ChatLoad,
+    Load,
+    RateLoad,
+    ServerSettings,
+)
 
 Target = Annotated[
     str,
@@ -27,6 +36,7 @@ Target = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="Folder of the results. An unfinished bench in it is resumed.")]
 Arms = Annotated[list[str] | None, typer.Option("--arm", metavar="NAME[=JSON]", help=ARMS)]
+RoundsPerStart = Annotated[int | None, typer.Option(metavar="N", help=ROUNDS_PER_START)]
 SETTINGS = ServerSettings("always-swap")
 
 
@@ -35,12 +45,13 @@ def chat(
     target: Target,
     out: Out,
     arm: Arms = None,
+    rounds_per_start: RoundsPerStart = None,
     load: ChatLoad = ChatLoad(),
     settings: ServerSettings = SETTINGS,
 ) -> Any:
     """Measure a chat: conversations whose whole window is sent back every turn. Flags that are not kvpolicy's are
     vLLM's, of the servers that are started."""
-    return _bench(out, load, BenchTarget(target, tuple(arm or ()), settings, tuple(context.args)))
+    return _bench(out, load, BenchTarget(target, tuple(arm or ()), settings, tuple(context.args), rounds_per_start))
 
 
 def analytics(
@@ -48,12 +59,13 @@ def analytics(
     target: Target,
     out: Out,
     arm: Arms = None,
+    rounds_per_start: RoundsPerStart = None,
     load: AnalyticsLoad = AnalyticsLoad(),
     settings: ServerSettings = SETTINGS,
 ) -> Any:
     """Measure an analysis: short texts behind one long prefix, with outputs of two tokens. Flags that are not
     kvpolicy's are vLLM's, of the servers that are started."""
-    return _bench(out, load, BenchTarget(target, tuple(arm or ()), settings, tuple(context.args)))
+    return _bench(out, load, BenchTarget(target, tuple(arm or ()), settings, tuple(context.args), rounds_per_start))
 
 
 def rate(
@@ -61,12 +73,13 @@ def rate(
     target: Target,
     out: Out,
     arm: Arms = None,
+    rounds_per_start: RoundsPerStart = None,
     load: RateLoad = RateLoad(),
     settings: ServerSettings = SETTINGS,
 ) -> Any:
     """Measure latency and goodput by the rate at which requests arrive, until latency explodes. Flags that are not
     kvpolicy's are vLLM's, of the servers that are started."""
-    return _bench(out, load, BenchTarget(target, tuple(arm or ()), settings, tuple(context.args)))
+    return _bench(out, load, BenchTarget(target, tuple(arm or ()), settings, tuple(context.args), rounds_per_start))
 
 
 def warm(

@@ -19,7 +19,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.prefix_hits import hit_rates
 from kvpolicy.reporting.figures import COLOURS, INK, LEARNED, MUTED, STYLE, legend, mean_and_half, new_figure, write
 from kvpolicy.reporting.page import inline, templates
-from kvpolicy.stats import student_ratio
+from kvpolicy.stats import ratio_over_starts, unit_of
 from kvpolicy.stored_values import read_json, reason_of
 from kvpolicy.version import __version__
 
@@ -104,6 +104,7 @@ def _rendered(results: Run, drawings: Mapping[str, tuple[str, Figure]]) -> str:
             hits=_hit_table(results),
             prices=results.get("prices"),
             ratios=list(_ratios(results)),
+            unit=unit_of(len({_start(run) for run in results["runs"]})),
             tokens=_tokens(results),
             errors=[
                 f"{run['arm']}: {count} x {why}" for run in results["runs"] for why, count in run["errors"].items()
@@ -122,6 +123,20 @@ def _value(run: Run, figure: str) -> float | None:
 
 def _values(runs: Sequence[Run], figure: str) -> list[float]:
     return [value for run in runs if (value := _value(run, figure)) is not None]
+
+
+def _start(run: Run) -> int:
+    """Which start of the servers served it; 0 where they ran already, or an earlier version did not say."""
+    return int(run.get("start", 0))
+
+
+def _by_start(runs: Sequence[Run], figure: str) -> list[float]:
+    """Values of runs over which an interval is taken: the mean of each start, or where there is one all of them."""
+    starts = sorted({_start(run) for run in runs})
+    if len(starts) < 2:
+        return _values(runs, figure)
+    by_start = (_values([run for run in runs if _start(run) == start], figure) for start in starts)
+    return [fmean(values) for values in by_start if values]
 
 
 def _of(results: Run, arm: str, cell: Mapping[str, Any]) -> list[Run]:
@@ -152,13 +167,13 @@ def _name(figure: str, kind: str) -> str:
 
 
 def _by_cell(results: Run, figure: str, axis: str, fixed: Mapping[str, Any], title: str) -> Figure:
-    """A figure of a run by one name of the cells, the other as ``fixed``; a line per arm, intervals over rounds."""
+    """A figure of a run by one name of the cells, the other as ``fixed``; a line per arm, with intervals."""
     drawing, (axes,) = new_figure(3.4)
     lowest: list[float] = []
     for number, arm in enumerate(results["arms"]):
         points = []
         for at in sorted({cell[axis] for cell in _cells(results)}):
-            values = _values(_of(results, arm["name"], {**fixed, axis: at}), figure)
+            values = _by_start(_of(results, arm["name"], {**fixed, axis: at}), figure)
             if values:
                 points.append((at, *mean_and_half(values)))
         if points:
@@ -238,10 +253,10 @@ def _ratios(results: Run) -> Iterator[str]:
         for name in others:
             for figure, title in FIGURES[results["kind"]].items():
                 by_round = {run["round"]: _value(run, figure) for run in _of(results, first, cell)}
-                pairs = [(above, below) for run in _of(results, name, cell)
+                pairs = [(above, below, _start(run)) for run in _of(results, name, cell)
                          if (above := _value(run, figure)) and (below := by_round.get(run["round"]))]  # fmt: skip
                 if pairs and figure != "hit_rate":
-                    ratio = student_ratio([above for above, _ in pairs], [below for _, below in pairs])
+                    ratio = ratio_over_starts(*zip(*pairs, strict=True))
                     yield f"{where}: {title}, {name} over {first}: {ratio.text()}"
 
 

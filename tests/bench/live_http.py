@@ -127,14 +127,14 @@ def event(values: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def serving(small: Small) -> Iterator[str]:
-    """The server's URL, in a thread of its own."""
+def serving(small: Small, port: int = 0) -> Iterator[str]:
+    """The server's URL, in a thread of its own. ``port``: 0 for a free one."""
     loop, ready, url = asyncio.new_event_loop(), threading.Event(), []
 
     async def start() -> web.AppRunner:
         runner = web.AppRunner(small.application(), shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         url.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         return runner

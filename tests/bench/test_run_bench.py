@@ -7,20 +7,25 @@ tried with it, as are the commands of kvpolicy.cli.bench.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from kvpolicy.cli import main
 from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue
 from kvpolicy.reporting.pipeline import report
 from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad
+from kvpolicy.stats import student_ratio
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import WorkloadError
-from kvpolicy_vllm.bench import run_bench
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench import live_arms, run_bench
 from kvpolicy_vllm.bench.load_report import LoadReport
 from tests.bench.live_http import Small, serving
 
@@ -355,3 +360,171 @@ def test_a_bench_with_a_run_or_a_log_keeps_its_folder(file: str, tmp_path: Path)
     with pytest.raises(InputError, match="ended"):
         begin_and_fail()
     assert (out / file).exists() and (out / "plan.json").exists()
+
+
+# ---- servers that are started anew ----
+
+
+class Started:
+    """In place of a server's process: a small server in a thread, with the port that the one before it for the same arm
+    had."""
+
+    said: ClassVar[list[str]] = []
+    """What was started and ended, in order."""
+    alive: ClassVar[list[Started]] = []
+    alone: ClassVar[list[str]] = []
+    """Servers that were asked for something while there was no other one."""
+    ports: ClassVar[dict[str, int]] = {}
+    cpu_s = 1.0
+
+    def __init__(self, command: Sequence[str], log: Path, say: Callable[[str], None]) -> None:
+        assert not log.exists(), "the output of an earlier server of this call is kept"
+        self._log, self._name, self._stack = log, log.stem.partition("-")[2], ExitStack()
+        self.small = Small()
+
+    def __enter__(self) -> Started:
+        self._log.parent.mkdir(exist_ok=True)
+        self._log.touch()
+        self.url = self._stack.enter_context(serving(self.small, self.ports.get(self._name, 0)))
+        self.ports[self._name] = int(self.url.rpartition(":")[2])
+        self.said.append(self._name)
+        self.alive.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self.said.append(f"end {self._name}")
+        self.alive.remove(self)
+        warmed = [body for body in self.small.bodies if body.get("cache_salt") == "warm-up"]
+        assert len(warmed) == (WARM_UP if self.small.bodies else 0), "each process by itself"
+
+    def refuse_ended(self) -> None:
+        assert self in self.alive
+        if self.small.bodies and len(self.alive) < 2:
+            self.alone.append(self._name)
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> BenchTarget:
+    """A model, for which servers are started anew after every two rounds; three arms have two of them."""
+    monkeypatch.setattr(live_arms, "LiveServer", Started)
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    for seen in (Started.said, Started.alive, Started.alone, Started.ports):
+        seen.clear()
+    return BenchTarget("some/llm", ("vllm", "kvpolicy", "hints"), rounds_per_start=2)
+
+
+FIVE = replace(ANALYTICS, prefix_tokens=(40, 80), rounds=5, price_ratio=False)
+ENDED = ["end kvpolicy", "end vllm"]
+
+
+def test_all_servers_are_ended_and_started_anew_in_the_other_order(ours: BenchTarget, tmp_path: Path) -> None:
+    found = run_bench.bench(tmp_path, FIVE, ours)
+    every_other = ["kvpolicy", "vllm", *reversed(ENDED)]
+    assert Started.said == ["vllm", "kvpolicy", *ENDED, *every_other, "vllm", "kvpolicy", *ENDED]
+    assert not Started.alone, "no run is made while a server is not there"
+    assert {(run["round"], run["start"]) for run in found.results["runs"]} == {(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)}
+    assert found.ok and found.results["rounds_per_start"] == 2 and found.to_dict()["starts"] == 3
+    text = " ".join(found.text().split())
+    assert "analytics, small, 3 starts of the servers" in text and "intervals of ratios over 3 starts" in text
+    report([tmp_path], tmp_path / "page.html")
+    assert "brackets 95% intervals over 3 starts of the servers" in " ".join(
+        (tmp_path / "page.html").read_text().split()
+    )
+
+
+def test_one_start_serves_all_rounds_where_nobody_said_otherwise(ours: BenchTarget, tmp_path: Path) -> None:
+    found = run_bench.bench(tmp_path, FIVE, replace(ours, rounds_per_start=None))
+    assert Started.said == ["vllm", "kvpolicy", *ENDED]
+    assert {run["start"] for run in found.results["runs"]} == {0} and found.starts == 1
+    assert "intervals of ratios over rounds of one process each" in found.text()
+
+
+def test_a_resumed_start_keeps_its_number_and_starts_nothing_for_those_that_are_done(
+    ours: BenchTarget, tmp_path: Path
+) -> None:
+    expected = run_bench.bench(tmp_path, FIVE, ours)
+    Started.said.clear()
+    assert run_bench.bench(tmp_path, FIVE, ours).results == expected.results and not Started.said
+    (tmp_path / "runs" / "round-003-prefix_tokens-80-arm-vllm.json").unlink()
+    shutil.rmtree(tmp_path / "logs")
+    found = run_bench.bench(tmp_path, FIVE, ours)
+    assert Started.said == ["kvpolicy", "vllm", *reversed(ENDED)]
+    (again,) = [run for run in found.results["runs"] if run not in expected.results["runs"]]
+    assert (again["arm"], again["round"], again["start"]) == ("vllm", 3, 1)
+
+
+@pytest.mark.parametrize("other", [None, 1, 3])
+def test_a_bench_is_not_resumed_with_another_number_of_rounds_per_start(
+    other: int | None, ours: BenchTarget, tmp_path: Path
+) -> None:
+    load = replace(FIVE, prefix_tokens=(40,), rounds=2)
+    run_bench.bench(tmp_path, load, ours)
+    with pytest.raises(InputError, match=r"has a bench with other settings \(rounds_per_start\): give --out another"):
+        run_bench.bench(tmp_path, load, replace(ours, rounds_per_start=other))
+
+
+def test_a_bench_of_before_servers_were_started_anew_is_resumed_as_one_start(ours: BenchTarget, tmp_path: Path) -> None:
+    at = replace(ours, rounds_per_start=None)
+    expected = run_bench.bench(tmp_path, FIVE, at)
+    for path in (tmp_path / "plan.json", *(tmp_path / "runs").glob("*-arm-*.json")):
+        earlier = {
+            name: value for name, value in read_sealed(path).items() if name not in ("start", "rounds_per_start")
+        }
+        path.write_text(json.dumps(sealed(earlier)))
+    shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "runs" / "round-004-prefix_tokens-80-arm-vllm.json").unlink()
+    found = run_bench.bench(tmp_path, FIVE, at)
+    assert found.starts == 1 and len(found.results["runs"]) == len(expected.results["runs"])
+    assert "over rounds of one process each" in found.text()
+
+
+def test_a_start_counts_once_however_many_rounds_it_has() -> None:
+    """Over four starts of two rounds the ratio is 1.5 or 1 / 1.5: by rounds, these would be eight and not four."""
+    factors = [1.5, 1.5, 1 / 1.5, 1 / 1.5] * 2
+    runs = [
+        {"cell": {"prefix_tokens": 40}, "arm": arm, "round": number, "start": number // 2, "cpu_s": 10 * seconds,
+         "requests_s": 1 / seconds, "e2e_s": {"mean": seconds}}
+        for number, factor in enumerate(factors)
+        for arm, seconds in (("one", 1.0 + number), ("two", (1.0 + number) * factor))
+    ]  # fmt: skip
+    results = {"kind": "analytics", "arms": [{"name": "one"}, {"name": "two"}], "runs": runs}
+    found = LoadReport(results, "bench.json")
+    ratios = dict(found.ratios({"prefix_tokens": 40}))
+    expected = student_ratio([1.5, 1 / 1.5] * 2, [1.0] * 4)
+    assert found.starts == 4
+    for figure in ("cpu_s", "e2e_s.mean"):
+        assert ratios[f"{figure} two / one"].to_dict() == pytest.approx(expected.to_dict())
+    by_round = LoadReport(results | {"runs": [run | {"start": 0} for run in runs]}, "bench.json")
+    narrow = dict(by_round.ratios({"prefix_tokens": 40}))["cpu_s two / one"]
+    assert narrow.pairs == 8 and narrow.to_dict() == pytest.approx(student_ratio(factors, [1.0] * 8).to_dict())
+
+
+def test_servers_that_run_already_have_no_start(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
+    found = run_bench.bench(tmp_path, replace(ANALYTICS, prefix_tokens=(40,)), two[-1])
+    assert not any("start" in run for run in found.results["runs"]) and found.starts == 1
+    assert "over rounds of one process each" in found.text()
+
+
+@pytest.mark.parametrize("kind", ["chat", "analytics", "rate"])
+@pytest.mark.parametrize(
+    ("target", "given", "problem"),
+    [
+        ("some/llm", "0", "--rounds-per-start is 0, should be 1 or more"),
+        ("some/llm", "-2", "--rounds-per-start is -2, should be 1 or more"),
+        ("http://x", "2", "--rounds-per-start is of servers to be started; http://x runs already, and is not ended"),
+    ],
+)
+def test_rounds_per_start_that_cannot_be_are_refused_by_the_flag(
+    kind: str, target: str, given: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", kind, target, "--out", str(tmp_path / "out"), "--rounds-per-start", given])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and problem in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_rounds_per_start_are_a_whole_number() -> None:
+    with pytest.raises(WrongValue, match=r"rounds_per_start is 1\.5, should be a whole number"):
+        BenchTarget("some/llm", rounds_per_start=1.5)  # type: ignore[arg-type]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvpolicy.errors import InputError
+from kvpolicy.reporting import bench_page
 from kvpolicy.reporting.pipeline import report
+from kvpolicy.stats import student_ratio
 
 ARMS = ("vllm", "kvpolicy")
 FIRST_SENTENCES = (
@@ -75,6 +77,32 @@ def test_a_page_says_what_a_server_was_switched_to(tmp_path: Path) -> None:
     (folder / "bench.json").write_text(json.dumps(values))
     report([folder], tmp_path / "page.html")
     assert "switched by /run/control to las</dd>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_has_intervals_over_starts_of_the_servers(tmp_path: Path) -> None:
+    """Three starts of two rounds, over which one arm is 2, 1 and 0.5 times as fast as the other."""
+    folder = bench(tmp_path / "a")
+    values = json.loads((folder / "bench.json").read_text())
+    runs = [
+        run(arm, round_, 0.0, 3.0 * factor) | {"start": round_ // 2}
+        for round_, factor_of_start in enumerate((2.0, 2.0, 1.0, 1.0, 0.5, 0.5))
+        for arm, factor in (("vllm", 1.0), ("kvpolicy", factor_of_start))
+    ]
+    (folder / "bench.json").write_text(json.dumps(values | {"runs": runs}))
+    report([folder], tmp_path / "page.html")
+    text = " ".join((tmp_path / "page.html").read_text().split())
+    assert "brackets 95% intervals over 3 starts of the servers." in text
+    over_starts = student_ratio([2.0, 1.0, 0.5], [1.0] * 3).text()
+    assert f"messages per second, kvpolicy over vllm: {over_starts}" in text
+    (folder / "bench.json").write_text(json.dumps(values))
+    report([folder], tmp_path / "page.html")
+    assert "intervals over rounds of one process each." in " ".join((tmp_path / "page.html").read_text().split())
+
+
+def test_bars_are_over_starts_of_the_servers() -> None:
+    runs = [run("vllm", round_, 0.0, rate) | {"start": round_ // 2} for round_, rate in enumerate((1.0, 3.0, 7.0))]
+    assert bench_page._by_start(runs, "messages_s") == [2.0, 7.0]
+    assert bench_page._by_start(runs[:2], "messages_s") == [1.0, 3.0], "of one start its rounds"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,23 @@ def test_what_tokens_cost_is_read_from_one_more_run(model: str, tmp_path: Path) 
     recorded = (tmp_path / "prices.json").stat().st_mtime_ns
     assert integrations.bench(tmp_path, load, at).to_dict()["prices"] == prices
     assert (tmp_path / "prices.json").stat().st_mtime_ns == recorded
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_machine")
+def test_servers_are_started_anew_between_rounds(model: str, tmp_path: Path) -> None:
+    """Every start has processes of its own, in the other order, of which the report says how many there were."""
+    load = AnalyticsLoad(prefix_tokens=(64,), texts=8, rounds=2, price_ratio=False)
+    at = BenchTarget(model, ("vllm", "kvpolicy"), SETTINGS, FLAGS, rounds_per_start=1)
+    found = integrations.bench(tmp_path, load, at)
+    assert isinstance(found, LoadReport) and found.ok, found.text()
+    assert {(run["round"], run["start"]) for run in found.results["runs"]} == {(0, 0), (1, 1)}
+    assert all(run["cpu_s"] > 0 and run["requests"] == 8 for run in found.results["runs"])
+    logs = {log.name: log.read_text() for log in (tmp_path / "logs").iterdir()}
+    assert sorted(logs) == ["0-vllm.log", "1-kvpolicy.log", "2-kvpolicy.log", "3-vllm.log"]
+    pids = {name: set(re.findall(r"pid=(\d+)", text)) for name, text in logs.items()}
+    assert all(pids.values()) and not any(pids[a] & pids[b] for a, b in combinations(pids, 2))
+    assert "2 starts of the servers" in found.text()
 
 
 @pytest.mark.slow

@@ -148,27 +148,34 @@ class Servers:
     def __init__(self, logs: Path, say: Callable[[str], None]) -> None:
         self._logs, self._say = logs, say
         self._stack = ExitStack()
-        self._started: dict[tuple[str, ...], LiveServer] = {}
+        self._alive: dict[tuple[str, ...], LiveServer] = {}
+        self._logged = 0
 
     def url(self, arm: LiveArm) -> str:
         """Where the arm is served. Raises EngineFailed where its server does not start, or has ended."""
         if arm.url:
             return arm.url
-        server = self._started.get(arm.command)
+        server = self._alive.get(arm.command)
         if server is None:
-            log = self._logs / f"{len(self._started)}-{arm.name}.log"
+            log = self._logs / f"{self._logged}-{arm.name}.log"
+            self._logged += 1
             server = self._stack.enter_context(LiveServer(arm.command, log, self._say))
-            self._started[arm.command] = server
+            self._alive[arm.command] = server
         server.refuse_ended()
         return server.url
 
     def cpu_s(self, arm: LiveArm) -> float | None:
         """Seconds on processors that the arm's server took so far; None for one that was not started here."""
-        server = self._started.get(arm.command)
+        server = self._alive.get(arm.command)
         return None if arm.url or server is None else server.cpu_s
+
+    def end(self) -> None:
+        """End all that were started. Whoever asks for one afterwards gets a new process."""
+        self._alive.clear()
+        self._stack.close()
 
     def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self.end()

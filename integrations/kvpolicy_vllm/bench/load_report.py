@@ -16,7 +16,7 @@ from rich.table import Table
 from kvpolicy.json_values import finite
 from kvpolicy.latency import LengthBin, by_prompt_length, length_edges
 from kvpolicy.prefix_hits import hit_rates
-from kvpolicy.stats import Ratio, student_ratio
+from kvpolicy.stats import Ratio, ratio_over_starts, unit_of
 from kvpolicy_vllm.bench.exactness import TIE_GAP
 from kvpolicy_vllm.bench.rate_sweep import sustained
 from kvpolicy_vllm.bench.recorded_prices import sentence
@@ -70,7 +70,7 @@ COMPARED: Mapping[str, Sequence[str]] = {
     "analytics": ("requests_s", "e2e_s.mean", "cpu_s"),
     "rate": ("e2e_per_token_s.mean", "ttft_s.mean", "goodput_req_s"),
 }
-"""Figures whose ratio to the first arm is shown, with an interval over rounds."""
+"""Figures whose ratio to the first arm is shown, with an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class LoadReport:
         tokens, different, gap = self.compared()
         return {
             "kind": self.results["kind"],
+            "starts": self.starts,
             "cells": cells,
             "prices": self.results.get("prices"),
             "errors": self.errors(),
@@ -159,6 +160,11 @@ class LoadReport:
     def arms(self) -> list[str]:
         return [arm["name"] for arm in self.results["arms"]]
 
+    @property
+    def starts(self) -> int:
+        """How often the servers were started. 1 where they ran already, or an earlier version did not say."""
+        return len({run.get("start", 0) for run in self.results["runs"]})
+
     def cells(self) -> list[Mapping[str, Any]]:
         """The settings, each once, in the order of the numbers."""
         seen = {tuple(run["cell"].items()): run["cell"] for run in self.results["runs"]}
@@ -174,15 +180,17 @@ class LoadReport:
         return fmean(known) if known else None
 
     def ratios(self, cell: Mapping[str, Any]) -> Iterator[tuple[str, Ratio]]:
-        """Figures over those of the first arm. None of a figure that is 0, or that nobody knows, in some round: without
-        that round, which is the worst one, the ratio would be of the better rounds."""
+        """Figures over those of the first arm, over starts of the servers where there are several. None of a figure
+        that is 0, or that nobody knows, in some round: without that round, which is the worst one, the ratio would be
+        of the better rounds."""
         by_arm = self._by_arm(cell)
         first, *others = self.arms
+        starts = [run.get("start", 0) for run in by_arm[first]]
         for name in others:
             for figure in COMPARED[self.results["kind"]]:
                 above, below = ([value_of(run, figure) for run in by_arm[arm]] for arm in (name, first))
                 if above and all(above) and all(below):
-                    yield f"{figure} {name} / {first}", student_ratio(_known(above), _known(below))
+                    yield f"{figure} {name} / {first}", ratio_over_starts(_known(above), _known(below), starts)
 
     def errors(self) -> dict[str, int]:
         """Requests by what went wrong, over all arms."""
@@ -217,7 +225,8 @@ class LoadReport:
         return buffer.getvalue()
 
     def _table(self) -> Table:
-        table = Table(title=f"{self.results['kind']}, {self.results['model']}", title_justify="left")
+        starts = f", {self.starts} starts of the servers" if self.starts > 1 else ""
+        table = Table(title=f"{self.results['kind']}, {self.results['model']}{starts}", title_justify="left")
         cells = self.cells()
         heads = list(cells[0]) if cells else []
         for head in (*(head.replace("_", " ") for head in heads), "arm"):
@@ -272,7 +281,7 @@ class LoadReport:
             yield f"{name}: serves {kept}{why or ', the highest rate tried'}"
         if prices := self.results.get("prices"):
             yield f"{_where(prices['cell'])}: {sentence(prices)}"
-        yield "figures are means over rounds; in brackets 95% intervals of ratios over rounds"
+        yield f"figures are means over rounds; in brackets 95% intervals of ratios over {unit_of(self.starts)}"
         tokens, different, gap = self.compared()
         if len(self.arms) > 1:
             where = "" if gap is None else f", the two best log-probabilities there at most {gap:.2g} apart"

@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,14 +81,15 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
         )  # what is wrong with it is said before a server is started
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
-            "files": digests(getattr(load, "workload", None), [arm.command for arm in arms])}  # fmt: skip
+            "files": digests(getattr(load, "workload", None), [arm.command for arm in arms]),
+            "rounds_per_start": at.rounds_per_start}  # fmt: skip
     runs = out / "runs"
     if asyncio.run(put_back(out / SWITCHED)):
         say("a control file has again what it had before this bench, which ended in a run without putting it back")
     if at != given:
         say(f"servers of several arms share this machine's memory: each is started with {' '.join(at.vllm_flags[-2:])}")
     with taken_up(out, plan), Servers(out / "logs", say) as servers:
-        driver = Driver(kind, arms, servers, out)
+        driver = Driver(kind, arms, servers, out, None if at.is_url else at.start_of)
         rng = random.Random(f"{load.load_seed} order of arms")
         served: list[tuple[Cell, dict[str, dict[str, Any]]]] = []
         while (cell := kind.next_cell(served)) is not None:
@@ -196,8 +197,17 @@ def say(line: str) -> None:
 class Driver:
     """Runs cells, and leaves out what has been run."""
 
-    def __init__(self, kind: Kind, arms: Sequence[LiveArm], servers: Servers, out: Path) -> None:
-        self._kind, self._arms, self._servers, self._out = kind, arms, servers, out
+    def __init__(
+        self,
+        kind: Kind,
+        arms: Sequence[LiveArm],
+        servers: Servers,
+        out: Path,
+        start_of: Callable[[int], int] | None = None,
+    ) -> None:
+        """``start_of``: the start of the servers that serves a round; None where they are not ended between rounds."""
+        self._kind, self._arms, self._servers, self._out, self._start_of = kind, arms, servers, out, start_of
+        self._start = 0
         self._warm: set[str] = set()
         self._model: Model | None = None
 
@@ -208,6 +218,8 @@ class Driver:
     def serve(self, cell: Cell, round_: int, arms: Sequence[LiveArm]) -> dict[str, dict[str, Any]]:
         """One setting by all arms, in this order, and then their tokens compared. Returns each arm's figures."""
         missing = [arm for arm in arms if not self._path(cell, round_, f"arm-{arm.name}").exists()]
+        if missing:
+            self._begin(round_)
         for arm in missing:
             asyncio.run(self._run_once(cell, round_, arm))
         compared = self._path(cell, round_, "tokens")
@@ -215,6 +227,22 @@ class Driver:
             tokens = asyncio.run(self._compare(cell, round_))
             write(compared, sealed({"cell": cell, "round": round_, "tokens": tokens}))
         return {arm.name: self._figures(cell, round_, arm) for arm in self._arms}
+
+    def _begin(self, round_: int) -> None:
+        """Have all servers of a round's start, so that no run is made while one of them is not there yet. They are
+        started in the order of the arms, and in the other one at every second start: the first finds an idle machine.
+        """
+        start = self._start_of(round_) if self._start_of else 0
+        if start != self._start:
+            self._servers.end()
+            self._warm.clear()  # a new server may have the port of one that has ended
+            self._start = start
+            say(f"round {round_ + 1}: start {start + 1} of the servers")
+        of_servers: dict[tuple[str, ...], LiveArm] = {}
+        for arm in self._arms:
+            of_servers.setdefault((arm.url, *arm.command), arm)
+        for arm in reversed(of_servers.values()) if start % 2 else of_servers.values():
+            self._servers.url(arm)
 
     async def _run_once(self, cell: Cell, round_: int, arm: LiveArm) -> None:
         """One run, whose file is written before the server is switched back, which may fail."""
@@ -250,7 +278,8 @@ class Driver:
             after_s = self._servers.cpu_s(arm)
             self._servers.url(arm)  # which raises where the server has ended: its run is no result
             cpu_s = None if before_s is None or after_s is None else after_s - before_s
-            yield {"cell": cell, "round": round_, "arm": arm.name, "cpu_s": cpu_s} | figures
+            start = {"start": self._start_of(round_)} if self._start_of else {}
+            yield {"cell": cell, "round": round_, "arm": arm.name, "cpu_s": cpu_s} | start | figures
 
     async def _terms(self, api: Api, cell: Cell, round_: int, arm: LiveArm) -> Terms:
         if self._model is None:
