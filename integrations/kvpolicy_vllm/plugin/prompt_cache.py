@@ -335,7 +335,10 @@ class PromptCache:
 
     def _is_worth_storing(self, blocks: int, saved: bool = False, from_files: bool = False) -> bool:
         """Whether a request would load that many leading blocks, if nothing else were under way. ``saved``: whether
-        they have to be saved to host memory before. ``from_files``: whether they have to be read from files."""
+        they have to be saved to host memory before, which is not worth it while too much waits for that.
+        ``from_files``: whether they have to be read from files."""
+        if saved and not self._copies.queues.takes_saves:
+            return False
         asked = blocks, saved, from_files
         known = self._worth.get(asked)
         if known is None:

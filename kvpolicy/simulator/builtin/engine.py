@@ -306,7 +306,7 @@ class Engine:
             self.trace_writer.transfer(job, transfer, self._step.number)
             self.preemptions.copied(job)
             if transfer.direction == "save":
-                self.copies.saved(job)
+                self.copies.saved(job, transfer.end_s - transfer.start_s)
                 continue
             copy = job.copy
             assert copy is not None

@@ -69,7 +69,10 @@ class Preemptions:
         self, blocks: int, read_s: float = 0.0, *, scheduler: Scheduler, copies: HostPool, saved: bool = False
     ) -> bool:
         """Whether a request would load so many leading blocks, if nothing else were under way. ``read_s``: seconds that
-        it waits first, for files. ``saved``: whether they have to be saved to host memory before."""
+        it waits first, for files. ``saved``: whether they have to be saved to host memory before, which is not worth it
+        while too much waits for that."""
+        if saved and not copies.takes_saves:
+            return False
         asked = blocks, saved, read_s
         known = self._worth.get(asked)
         if known is None:
