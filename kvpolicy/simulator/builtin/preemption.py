@@ -49,10 +49,11 @@ class Preemptions:
         self._hits: dict[LiveRequest, tuple[tuple[int, int, int], bool]] = {}
         """Of waiting requests: what was asked about a hit last (see :meth:`loads_hit`), and the answer."""
         self._block_price: Callable[[int], float] | None = None
-        self._window = 0
+        self._window, self._running = 0, 1
 
-    def step_begins(self, number: int) -> None:
-        """Predict costs of what is cached anew now and then, when a server does."""
+    def step_begins(self, number: int, running: int) -> None:
+        """Predict costs of what is cached anew now and then, when a server does. ``running``: requests that run."""
+        self._running = max(1, running)
         window = number // RENEWED_STEPS
         if window != self._window:
             self._window, self._worth, self._hits, self._block_price = window, {}, {}, None
@@ -62,7 +63,9 @@ class Preemptions:
         learned."""
         if self._block_price is None:
             server, predict = self._server, self._decider.predict
-            self._block_price = block_price(predict, server.block_size, server.block_bytes, server.segment_bytes)
+            self._block_price = block_price(
+                predict, server.block_size, server.block_bytes, server.segment_bytes, self._running
+            )
         return self._block_price(index)
 
     def worth_storing(
