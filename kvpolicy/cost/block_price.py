@@ -31,13 +31,14 @@ def equal_price(index: int) -> float:
 
 
 def block_price(
-    predict: Predict, block_size: int, block_bytes: int, segment_bytes: int | None = None, running: int = 0
+    predict: Predict, block_size: int, block_bytes: int, segment_bytes: int | None = None, running: int = 1
 ) -> Callable[[int], float]:
     """Seconds saved by loading a block rather than computing it, by its index in the prompt; 0 where a load costs more.
     :func:`equal_price` where ``predict`` gives no costs.
 
     All blocks have the same bytes, so that the order of these prices is also that of the prices per byte.
-    ``running``: requests that decode beside, each with as many tokens as a window has.
+    ``running``: requests that decode beside, each with as many tokens as a window has. The engine waits for a load that
+    is all it has to do, and a cache that has to choose seldom serves one request alone.
     """
     window = max(1, WINDOW_TOKENS // block_size)
     at = [start * window for start in STARTS]

@@ -9,10 +9,11 @@ With a caching policy, slots that no copy needs are a cache of all requests' con
 back are watched as well, and saved where the device loses them. A cached content leaves its slot to a copy that needs
 one, or to another content, by that policy.
 
-Pure bookkeeping, the same for the plugin and for the built-in simulator: it moves nothing and knows no time.
+Pure bookkeeping, the same for the plugin and for the built-in simulator: it moves nothing and reads no clock.
 """
 
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, by_owner
+from kvpolicy.host_store.copy_queues import CopyQueues, RecentRate
 from kvpolicy.host_store.slots import HostStore
 
-__all__ = ["CacheCounts", "HostBlock", "HostCopy", "HostStore", "by_owner"]
+__all__ = ["CacheCounts", "CopyQueues", "HostBlock", "HostCopy", "HostStore", "RecentRate", "by_owner"]

@@ -9,9 +9,10 @@ import pytest
 
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.host_store import HostBlock, HostStore
+from kvpolicy.host_store.copy_queues import RECENT_COPIES
 from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
-from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RECENT_LOADS, RENEWED_S, SHARE, FileIndex
+from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 SLOTS = 16
@@ -207,7 +208,7 @@ def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
     core.report(one)
     core.now += 2.0
     core.report(two)
-    weight = 1 - 1 / RECENT_LOADS
+    weight = 1 - 1 / RECENT_COPIES
     seconds, blocks = weight * (weight * 0.5 + 1.0) + 2.0, weight * (weight + 1) + 2
     assert core.index.read_s(1) == pytest.approx(seconds / blocks)
     core.drop_from_host()

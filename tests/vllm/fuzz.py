@@ -525,7 +525,7 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner
         "contents by key": sum(map(_is_needed, controller.copies.pool._by_key.values())),
         "watched blocks": sum(map(_is_needed, controller.copies.pool.watched.values())),
         "copies under way": len(controller.copies._sent),
-        "queued blocks": sum(controller.copies._queued_blocks.values()),
+        "queued blocks": controller.copies.queues.blocks,
         "copies loading": controller.copies.loading,
         "open preemptions": len(controller.ledger),
         "decisions awaited": len(learner._awaited.keys() - alone.open_accounts(scheduler)),

@@ -271,6 +271,26 @@ def test_the_policy_decides_what_is_stored_and_loaded(policy: str, short: int, l
     assert harness.total(served.controller.stats(), "cache_blocks", event="refused") >= (not short) * 6
 
 
+@pytest.mark.feature("prompts in host memory")
+@pytest.mark.scheduler
+def test_nothing_is_stored_while_the_saves_before_it_take_too_long(model: str) -> None:
+    served = Served(model)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96
+    queues, others = served.controller.copies.queues, [*range(300, 400)]
+    queues.add("save", 10**6 + 1)
+    queues.ended("save", 1, 0.01)  # the worker of this test takes no time
+    served.serve(served.request(others))
+    served.push_out()
+    assert served.found(served.request(others)) == 0 and served.found(served.request(PROMPT)) == 96
+    assert harness.total(served.controller.stats(), "cache_blocks", event="refused") >= 6
+    queues.add("save", -(10**6))
+    served.serve(served.request(others))
+    served.push_out()
+    assert served.found(served.request(others)) == 96
+
+
 @pytest.mark.scheduler
 def test_shadow_mode_is_heeded_at_once_when_it_is_switched(model: str) -> None:
     """By the control file. What is worth storing is remembered for many steps."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from kvpolicy.host_store import HostBlock, HostCopy, HostStore
+from kvpolicy.host_store import HostBlock, HostCopy, HostStore, RecentRate
 from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
@@ -28,9 +28,6 @@ WARNING_EVERY_S = 60.0
 RENEWED_S = 600.0
 """How long files took counts for so long after the last load, and that they could not be written: a disk that was too
 slow, or full, is tried again then."""
-RECENT_LOADS = 64
-"""The time that files take is a mean by bytes, in which a load's weight falls by 1/64 with each one after it: a disk
-that becomes slow is noticed however long it was fast, though it is read all the time."""
 Count = Callable[[str, int], None]
 
 
@@ -79,8 +76,8 @@ class FileIndex:
         self._events: list[FileEvent] = []
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
-        self._read_s = self._read_bytes = self._read_until_s = 0.0
-        """Seconds and bytes of loads by their weights, and when they stop counting."""
+        self._reads, self._reads_until_s = RecentRate(), 0.0
+        """How long loads took, and when that stops counting."""
         self._last_read_s = -inf
         """When the last load ended. The time of one that was behind it counts from then."""
         self._fail_until_s = -inf
@@ -118,9 +115,7 @@ class FileIndex:
     def read_s(self, blocks: int) -> float:
         """Expected seconds until so many blocks are in host memory, if nothing else is on its way; 0 where none was
         loaded for long."""
-        if self._clock() >= self._read_until_s:
-            return 0.0
-        return self._read_s / self._read_bytes * blocks * self._block_bytes
+        return 0.0 if self._clock() >= self._reads_until_s else self._reads.seconds(blocks * self._block_bytes)
 
     def backlog_s(self) -> float:
         """Expected seconds until what is on its way from files is in host memory, late blocks not: it is read before
@@ -312,10 +307,9 @@ class FileIndex:
         places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]
         self._pool.brought(under.chain, places, right)
         now = self._clock()
-        weight = 0.0 if now >= self._read_until_s else 1 - 1 / RECENT_LOADS
-        self._read_until_s = now + RENEWED_S
-        self._read_s = weight * self._read_s + now - max(under.began_s, self._last_read_s)
-        self._last_read_s = now
-        self._read_bytes = weight * self._read_bytes + len(done) * self._block_bytes
+        if now >= self._reads_until_s:
+            self._reads.forget()
+        self._reads.add(now - max(under.began_s, self._last_read_s), len(done) * self._block_bytes)
+        self._reads_until_s, self._last_read_s = now + RENEWED_S, now
         self._count("loaded", len(right))
         self._count("load_failed", len(done) - len(right))

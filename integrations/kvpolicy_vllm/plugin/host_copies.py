@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvpolicy.caching import CachingPolicy
 from kvpolicy.events import CACHE_COPY, TOOL_COPY, Preemption
-from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
+from kvpolicy.host_store import CopyQueues, HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy_vllm.plugin.block_tables import Position
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, NO_SLOT, Direction, Job, StepJobs, Transfer
 from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
@@ -71,6 +71,11 @@ class Settled:
         return max(self.transfers, key=lambda transfer: transfer.end_s - transfer.start_s)
 
     @property
+    def slowest_s(self) -> float:
+        """Seconds of that transfer."""
+        return self.slowest.end_s - self.slowest.start_s
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes moved over all ranks."""
         return sum(transfer.bytes for transfer in self.transfers if transfer.ok)
@@ -119,7 +124,7 @@ class CopyBook:
         self.given_up: list[Copy] = []
         self.loading = 0
         """Number of copies being loaded, including those of requests that are gone: their end must be waited for."""
-        self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
+        self.queues = CopyQueues(block_bytes)
         self.pinned: PinnedBlocks | None = None
         """Holds the device blocks of unfinished saves, so that no step writes to them; None where the workers save a
         block before the step that is given it writes to it. The scheduler sets it."""
@@ -134,7 +139,7 @@ class CopyBook:
 
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes of one rank that are being copied or wait for the link."""
-        return self._queued_blocks[direction] * self.block_bytes
+        return self.queues.bytes(direction)
 
     def keep(
         self,
@@ -191,7 +196,7 @@ class CopyBook:
         self._queue_saves(self.pool.begin_load(copy, wanted))
         self.loading += 1
         copy.load_into = block_ids
-        self._queued_blocks["load"] += len(block_ids)
+        self.queues.add("load", len(block_ids))
         self._loads.append(copy)
 
     def save_for_tool(self, contents: Sequence[tuple[Hashable | None, int]]) -> Copy:
@@ -266,7 +271,7 @@ class CopyBook:
                 del self._sent[transfer.copy_id]
                 self._unread_saves.pop(transfer.copy_id, None)
                 settled.append(Settled(sent.copy, sent.direction, tuple(sent.acks)))
-                self._settle(sent, transfer.copy_id, settled[-1].ok)
+                self._settle(sent, transfer.copy_id, settled[-1])
         self._release_saved()
         return settled
 
@@ -276,8 +281,9 @@ class CopyBook:
             sent = {block for one in self._sent.values() if one.direction == "save" for block in one.blocks}
             self.pinned.release_others(sent.union(self._saves))
 
-    def _settle(self, sent: Sent, copy_id: int, ok: bool) -> None:
-        self._queued_blocks[sent.direction] -= len(sent.blocks)
+    def _settle(self, sent: Sent, copy_id: int, settled: Settled) -> None:
+        ok = settled.ok
+        self.queues.ended(sent.direction, len(sent.blocks), settled.slowest_s if ok else None)
         if sent.direction == "load":
             if self._of_request.get(sent.copy.request_id) is sent.copy:
                 del self._of_request[sent.copy.request_id]
@@ -306,7 +312,7 @@ class CopyBook:
         self._saves += blocks
         if self.pinned is not None:
             self.pinned.hold(blocks)
-        self._queued_blocks["save"] += len(blocks)
+        self.queues.add("save", len(blocks))
         if self.pool.given_up:
             copy: Copy
             for copy in self.pool.given_up:
@@ -318,7 +324,7 @@ class CopyBook:
     def _save_jobs(self) -> Iterator[Job]:
         """One job for each copy that a save is accounted to."""
         saves = by_owner(self._saves, self._cache)
-        self._queued_blocks["save"] += sum(len(blocks) for _, blocks in saves) - len(self._saves)  # less forgotten ones
+        self.queues.add("save", sum(len(blocks) for _, blocks in saves) - len(self._saves))  # less forgotten ones
         self._saves = []
         for copy, blocks in saves:
             copy.saved = True

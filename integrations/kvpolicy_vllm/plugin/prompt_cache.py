@@ -110,6 +110,8 @@ class PromptCache:
 
     def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
         self._scheduler, self._now = scheduler, clock
+        if self.prices is not None:
+            self.prices.running = max(1, len(scheduler.running))
         self.count()
         if self.files is not None:
             self.files.note_late()
@@ -335,7 +337,10 @@ class PromptCache:
 
     def _is_worth_storing(self, blocks: int, saved: bool = False, from_files: bool = False) -> bool:
         """Whether a request would load that many leading blocks, if nothing else were under way. ``saved``: whether
-        they have to be saved to host memory before. ``from_files``: whether they have to be read from files."""
+        they have to be saved to host memory before, which is not worth it while too much waits for that.
+        ``from_files``: whether they have to be read from files."""
+        if saved and not self._copies.queues.takes_saves:
+            return False
         asked = blocks, saved, from_files
         known = self._worth.get(asked)
         if known is None:
@@ -365,6 +370,8 @@ class BlockPrices:
         self._decider, self._block_size, self._block_bytes, self._failed = decider, block_size, block_bytes, failed
         self.segment_bytes: Callable[[], int] = lambda: block_bytes
         """Contiguous bytes of a block, as far as is known."""
+        self.running = 1
+        """Requests that run beside, as of the step that began last."""
         self._price: Callable[[int], float] | None = None
 
     def renew(self) -> None:
@@ -375,7 +382,7 @@ class BlockPrices:
         if self._price is None:
             try:
                 self._price = block_price(
-                    self._decider.predict, self._block_size, self._block_bytes, self.segment_bytes()
+                    self._decider.predict, self._block_size, self._block_bytes, self.segment_bytes(), self.running
                 )
             # The boundary between a policy and a server: what is given up is computed when it is asked for again.
             except Exception:  # noqa: BLE001

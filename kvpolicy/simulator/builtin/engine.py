@@ -123,7 +123,7 @@ class Engine:
     def begin_step(self) -> Step:
         """Schedule a step at the current time and launch it."""
         step = self._step = Step(self._steps)
-        self.preemptions.step_begins(self._steps)
+        self.preemptions.step_begins(self._steps, len(self.scheduler.running))
         self._steps += 1
         ordered_anew = self.ordering is not None and self._order_anew(self.ordering, step)
         if ordered_anew or not self._leaps or not self.fast_path.schedule(step, self.steps_in_flight):
@@ -306,7 +306,7 @@ class Engine:
             self.trace_writer.transfer(job, transfer, self._step.number)
             self.preemptions.copied(job)
             if transfer.direction == "save":
-                self.copies.saved(job)
+                self.copies.saved(job, transfer.end_s - transfer.start_s)
                 continue
             copy = job.copy
             assert copy is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from kvpolicy.caching import CachingPolicy
 from kvpolicy.events import Direction
-from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
+from kvpolicy.host_store import CopyQueues, HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.blocks import Contents
 from kvpolicy.simulator.builtin.live_request import Account, Copy, CopyJob, KeyedBlock, LiveRequest
@@ -30,10 +30,10 @@ class HostPool:
         self._keys_of = keys_of
         self._for_cache = HostCopy(0)
         """Stands for the cache, to which saves of what no copy needs are accounted."""
-        self._block_bytes, self._block_size = server.block_bytes, server.block_size
+        self._block_size = server.block_size
         self._saves: list[HostBlock] = []
         self._loads: list[Copy] = []
-        self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
+        self._queues = CopyQueues(server.block_bytes)
         self._count = 0
         self._begun: list[tuple[Copy, Account]] = []
         """Copies made since jobs were taken last, and their preemptions."""
@@ -79,7 +79,12 @@ class HostPool:
 
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes of copies that are under way or not yet sent to the worker."""
-        return self._queued_blocks[direction] * self._block_bytes
+        return self._queues.bytes(direction)
+
+    @property
+    def takes_saves(self) -> bool:
+        """See :attr:`kvpolicy.host_store.CopyQueues.takes_saves`."""
+        return self._queues.takes_saves
 
     def keep(
         self, live: LiveRequest, account: Account, contents: Contents, gain_per_block: float | None = None
@@ -182,7 +187,7 @@ class HostPool:
             first, count = 0, len(host)
         copy.load_tokens = tokens
         self._queue_saves(self._store.begin_load(copy, range(first, first + count)))
-        self._queued_blocks["load"] += len(copy.blocks) + copy.staged_blocks
+        self._queues.add("load", len(copy.blocks) + copy.staged_blocks)
         self._loads.append(copy)
 
     def forget(self, live: LiveRequest) -> Copy | None:
@@ -217,11 +222,11 @@ class HostPool:
         given_up, self._given_up = self._given_up, []
         return given_up
 
-    def saved(self, job: CopyJob) -> None:
-        """Note that the worker has completed a save."""
+    def saved(self, job: CopyJob, took_s: float) -> None:
+        """Note that the worker has completed a save, which had the link for so many seconds."""
         if job.account is not None:
             job.account.busy -= 1
-        self._queued_blocks["save"] -= len(job.blocks)
+        self._queues.ended("save", len(job.blocks), took_s)
 
     def loaded(self, job: CopyJob) -> None:
         """Note that the worker has completed a load, and free the slots."""
@@ -230,12 +235,12 @@ class HostPool:
         if copy.account is not None:
             copy.account.busy -= 1
         copy.live.copy = None
-        self._queued_blocks["load"] -= job.count
+        self._queues.ended("load", job.count)
         self._store.release(copy)
 
     def _queue_saves(self, blocks: list[HostBlock]) -> None:
         self._saves += blocks
-        self._queued_blocks["save"] += len(blocks)
+        self._queues.add("save", len(blocks))
         for copy in self._store.given_up:
             if copy.live.copy is copy:
                 copy.live.copy = None
@@ -245,7 +250,7 @@ class HostPool:
     def _save_jobs(self) -> list[CopyJob]:
         """One save for each copy that blocks are saved for."""
         saves = by_owner(self._saves, self._for_cache)
-        self._queued_blocks["save"] += sum(len(blocks) for _, blocks in saves) - len(self._saves)  # less forgotten ones
+        self._queues.add("save", sum(len(blocks) for _, blocks in saves) - len(self._saves))  # less forgotten ones
         self._saves = []
         jobs = []
         for copy, blocks in saves:

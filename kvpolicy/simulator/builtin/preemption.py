@@ -49,10 +49,11 @@ class Preemptions:
         self._hits: dict[LiveRequest, tuple[tuple[int, int, int], bool]] = {}
         """Of waiting requests: what was asked about a hit last (see :meth:`loads_hit`), and the answer."""
         self._block_price: Callable[[int], float] | None = None
-        self._window = 0
+        self._window, self._running = 0, 1
 
-    def step_begins(self, number: int) -> None:
-        """Predict costs of what is cached anew now and then, when a server does."""
+    def step_begins(self, number: int, running: int) -> None:
+        """Predict costs of what is cached anew now and then, when a server does. ``running``: requests that run."""
+        self._running = max(1, running)
         window = number // RENEWED_STEPS
         if window != self._window:
             self._window, self._worth, self._hits, self._block_price = window, {}, {}, None
@@ -62,14 +63,19 @@ class Preemptions:
         learned."""
         if self._block_price is None:
             server, predict = self._server, self._decider.predict
-            self._block_price = block_price(predict, server.block_size, server.block_bytes, server.segment_bytes)
+            self._block_price = block_price(
+                predict, server.block_size, server.block_bytes, server.segment_bytes, self._running
+            )
         return self._block_price(index)
 
     def worth_storing(
         self, blocks: int, read_s: float = 0.0, *, scheduler: Scheduler, copies: HostPool, saved: bool = False
     ) -> bool:
         """Whether a request would load so many leading blocks, if nothing else were under way. ``read_s``: seconds that
-        it waits first, for files. ``saved``: whether they have to be saved to host memory before."""
+        it waits first, for files. ``saved``: whether they have to be saved to host memory before, which is not worth it
+        while too much waits for that."""
+        if saved and not copies.takes_saves:
+            return False
         asked = blocks, saved, read_s
         known = self._worth.get(asked)
         if known is None:

@@ -37,7 +37,7 @@ def test_a_copy_from_save_to_load(pool: HostPool) -> None:
     (save,), loads = pool.take()
     assert (save.copy, len(save.blocks), loads, account.busy) == (copy, 3, [], 1)
     assert pool.take_begun() == [] and not pool.waiting
-    pool.saved(save)
+    pool.saved(save, 0.5)
     assert (pool.queued_bytes("save"), account.busy) == (0, 0)
     assert pool.loadable_tokens(live, 4) == 6
     pool.begin_load(live, 4, 6)
@@ -102,7 +102,7 @@ def test_a_save_that_is_forgotten_under_way_still_ends(pool: HostPool) -> None:
     (save,), _ = pool.take()
     assert pool.forget(live) is copy
     assert (pool.free, pool.queued_bytes("save"), account.busy) == (8, 3, 1), "the link is busy with it"
-    pool.saved(save)
+    pool.saved(save, 0.5)
     assert (pool.queued_bytes("save"), account.busy) == (0, 0)
 
 

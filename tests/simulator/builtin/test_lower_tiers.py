@@ -9,6 +9,7 @@ import pytest
 from kvpolicy import policy
 from kvpolicy.caching import Foreseen
 from kvpolicy.fields import WrongValue
+from kvpolicy.host_store.copy_queues import MAX_SAVE_BACKLOG_S
 from kvpolicy.prefix_hits import PrefixHits
 from kvpolicy.simulator import Link, LowerTiers, MemorySink, Run, Server
 from kvpolicy.simulator.builtin import Builtin
@@ -69,6 +70,19 @@ def test_a_policy_that_always_recomputes_stores_nothing_for_others() -> None:
 def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(block_s: float) -> None:
     hits = PLAIN.run(talks(1, 2, 3, 1), Priced(block_s=block_s), SERVER, TIMES).summary.prefix_hits
     assert hits.host_tokens == (80 if block_s < 1.0 else 0)
+
+
+def test_a_slow_link_carries_the_saves_that_it_can_and_no_others() -> None:
+    """A block's save takes 0.1 s, and a prompt's six blocks are lost every 0.2 s: without a limit the last of them would
+    wait for more than ten seconds. What is lost at once, a prompt at most, is saved or not as a whole."""
+    slow = ConstantTimes(0.001, (1e-4, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1e4)
+    work = talks(*range(40), gap_s=0.2)
+    result = PLAIN.run(work, policy.load_policy("always-swap"), replace(SERVER, host_blocks=400), slow, sink=MemorySink())
+    assert result.trace is not None
+    saves = [row for row in result.trace.rows("transfers") if row["direction"] == "save"]
+    waits_s = [row["start_s"] - row["submit_s"] for row in saves]
+    assert MAX_SAVE_BACKLOG_S / 2 < max(waits_s) <= MAX_SAVE_BACKLOG_S + 0.1, "the link is busy, and not for long"
+    assert 60 <= sum(row["bytes"] for row in saves) // BYTES <= 100, "of some 240 that are lost in 8 s"
 
 
 def test_without_a_cache_nothing_is_in_host_memory() -> None:
