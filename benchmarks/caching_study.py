@@ -2,7 +2,7 @@
 
     python benchmarks/caching_study.py --data DIR [--host-gib G,G,...] [--file-gib G] [--file-link LINK]
         [--link LINK] [--hints KIND,...] [--keep S] [--load X,...] [--seeds N] [--policies NAME,...]
-        [--policy NAME ...] [--only NAME] [--requests N] [--json FILE]
+        [--policy NAME ...] [--load-share S] [--only NAME] [--requests N] [--json FILE]
 
 Llama-3.1-8B on an H100 by its data sheet, blocks of 64 tokens, 7,000 of them on the device. Requests are those of
 Mooncake's conversations, of agentic sessions and of ShareGPT's conversations (``benchmarks/caching_policies.py`` says
@@ -15,6 +15,9 @@ is the size of files below the cache, ``--file-link`` their drive.
 ``--hints`` none, sessions or hindsight: what requests say of their KV (:class:`kvpolicy.workload.Hinting`), which ask
 to keep their windows for ``--keep`` seconds. Hints in hindsight know which turn is the last, which no client does: a
 reference, too.
+
+``--load-share``: of what a prompt finds in host memory only this share is loaded, in blocks from the front, and the rest
+computed.
 
 ``--load``: requests arrive, and users pause, so many times as fast that the output tokens over the time of arrivals
 are this share of the capacity: the output tokens per second in the middle of a run without a cache where all requests
@@ -107,6 +110,7 @@ class Setting:
     file_link: SimulatedLink | None = None
     policy: str = POLICY
     link: str = NATIVE
+    load_share: float = 1.0
 
     def summary(self, work: Workload, cache: str) -> Summary:
         """The run with that cache, which is a caching policy, :data:`NONE` or :data:`HINDSIGHT`."""
@@ -118,7 +122,7 @@ class Setting:
         cell = Cell(work.name, self.policy, KV_BLOCKS, self.link, 0, f"{DEVICE}:{self.config}", serving=serving)
         machine = machine_of(cell)
         policy, _ = policy_of(cell)
-        simulator = Builtin()
+        simulator = Builtin(load_share=self.load_share)
         if cache == HINDSIGHT:
             chains = [
                 shared_keys(request, BLOCK)[: request.prompt_tokens // BLOCK]
@@ -130,7 +134,7 @@ class Setting:
     def at_load(self, work: Workload, load: float) -> Workload:
         """The requests at that share of the capacity, which is the same whatever decides and whatever the link."""
         together = tuple(replace(one, arrival_s=0.0, think_s=None) for one in work)
-        usual = replace(self, policy=POLICY, link=NATIVE)
+        usual = replace(self, policy=POLICY, link=NATIVE, load_share=1.0)
         capacity = usual.summary(replace(work, requests=together), NONE).steady_tok_s
         offered = work.output_tokens / work.requests[-1].arrival_s
         return Workload(work.name, tuple(Faster(work, load * capacity / offered)), work.seed)
@@ -151,6 +155,7 @@ class Arm:
     """Of the files, as text; empty without files, and for the default."""
     policy: str = POLICY
     link: str = NATIVE
+    load_share: float = 1.0
 
 
 Found = Mapping[str, Any]
@@ -191,7 +196,7 @@ class Results:
 
 HEADS = (
     "requests of", "load", "host GiB", "file GiB", "cache", "hints", "ttft s", "of none", "of no hints", "ttft p99",
-    "e2e s", "tok/s", "device", "host", "files", "loaded", "moved GB", "policy", "link",
+    "e2e s", "tok/s", "device", "host", "files", "loaded", "moved GB", "policy", "link", "share",
 )  # fmt: skip
 
 
@@ -218,7 +223,7 @@ def row(arm: Arm, results: Results, seeds: Sequence[int]) -> list[str]:
         arm.hints, f"{mean('ttft_s', 'mean'):.3g}", ratio(bare),
         "" if arm.hints == NO_HINTS else ratio(replace(arm, hints=NO_HINTS)), f"{mean('ttft_s', 'p99'):.3g}",
         f"{mean('e2e_s', 'mean'):.3g}", f"{mean('throughput_tok_s'):.1f}", *(f"{share:.1%}" for share in shares),
-        f"{mean('moved_bytes') / 1e9:.0f}", arm.policy, arm.link,
+        f"{mean('moved_bytes') / 1e9:.0f}", arm.policy, arm.link, f"{arm.load_share:g}",
     ]  # fmt: skip
 
 
@@ -242,7 +247,9 @@ class Draw:
 def arms(options: argparse.Namespace, name: str, load: float, host_gib: float, policy: str) -> Iterator[Arm]:
     """What hints nobody, or has the prompts themselves, is served without hints alone."""
     file_link = options.file_link.text if options.file_gib and options.file_link else ""
-    decided = {"policy": policy, "link": options.link.text if options.link else NATIVE}
+    decided: dict[str, Any] = {
+        "policy": policy, "link": options.link.text if options.link else NATIVE, "load_share": options.load_share
+    }  # fmt: skip
     yield Arm(name, load, host_gib, 0.0, NONE, NO_HINTS, **decided)
     for cache in options.policies:
         for hints in [NO_HINTS] if cache == HINDSIGHT else dict.fromkeys((NO_HINTS, *options.hints)):
@@ -285,12 +292,15 @@ def options_of(parser: argparse.ArgumentParser, arguments: Sequence[str] | None)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--policies", type=names((*POLICIES, HINDSIGHT)), default=[*POLICIES, HINDSIGHT])
     parser.add_argument("--policy", nargs="+", default=[POLICY], help=f"decides; default: {POLICY}")
+    parser.add_argument("--load-share", type=float, default=1.0, help="of what a prompt finds in host memory")
     parser.add_argument("--only", choices=FILES, help="only that workload")
     parser.add_argument("--requests", type=int, help=f"of each run; default: {REQUESTS}")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: should be 1 or more")
+    if not 0 <= options.load_share <= 1:
+        parser.error(f"--load-share {options.load_share:g}: should be from 0 to 1")
     return options
 
 
@@ -312,7 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for host_gib, policy in product(options.host_gib, options.policy):
                     served = list(arms(options, name, load, host_gib, policy))
                     link = served[0].link
-                    setting = Setting(config, host_gib, options.file_gib, options.file_link, policy, link)
+                    setting = Setting(
+                        config, host_gib, options.file_gib, options.file_link, policy, link, options.load_share
+                    )
                     for seed, work in enumerate(works):
                         if work is not None:
                             serve(results, served, seed, work, setting, options.keep)

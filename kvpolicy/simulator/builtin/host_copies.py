@@ -41,7 +41,8 @@ class HostPool:
         self.loads: Callable[[LiveRequest, int, int], bool] = lambda live, total_tokens, local: True
         """Whether a request loads what it lacks of its tokens beyond the local hit."""
         self.load_share = 1.0
-        """Share of what is lacking that is loaded, in blocks from the front; the rest is computed again."""
+        """Share of what is lacking, or of what a prompt finds, that is loaded, in blocks from the front; the rest is
+        computed."""
         self.loads_hit: Callable[[LiveRequest, int, int], bool] = lambda live, total_tokens, local: True
         """Whether a request loads what host memory has of its tokens beyond the local hit, without a copy of its own.
         """
@@ -144,6 +145,8 @@ class HostPool:
             known = set(live.staged)
             while host + staged < len(missing) and missing[host + staged] in known:
                 staged += 1
+        if self.load_share < 1.0:  # what was read from files lies behind what is left out
+            host, staged = round(host * self.load_share), 0
         return missing[:host], staged
 
     def _missing(self, live: LiveRequest, local: int) -> list[int]:

@@ -36,7 +36,7 @@ class Builtin:
     """How victims are chosen; None: as vLLM does."""
     load_share: float = 1.0
     """Share of what a swapped request lacks that is loaded, in whole blocks from the front; the rest is computed again.
-    For experiments: the plugin loads everything."""
+    The same of what a prompt finds in host memory. For experiments: the plugin loads everything."""
     wall: Callable[[], float] = time.perf_counter
     created: str = FIXED_DAY
     """Creation time in the trace's header; fixed, so that equal runs give equal traces."""

@@ -56,6 +56,16 @@ def test_a_prompt_that_the_device_has_lost_is_loaded() -> None:
     assert last["first_token_s"] - 3.0 == pytest.approx(0.001 + 16e-4 + 5e-3, abs=1.5e-3)
 
 
+@pytest.mark.parametrize(("share", "tokens"), [(0.6, 48), (0.0, 0)])
+def test_a_share_of_what_a_prompt_finds_is_loaded(share: float, tokens: int) -> None:
+    """Of five blocks three, from the front."""
+    result = run(talks(1, 2, 3, 1), simulator=Builtin(load_share=share))
+    assert result.summary.prefix_hits == PrefixHits(4 * 96, 0, tokens, 0, tokens)
+    assert result.trace is not None
+    loads = [row for row in result.trace.rows("transfers") if row["direction"] == "load"]
+    assert [row["bytes"] for row in loads] == [tokens // BLOCK * BYTES] * bool(tokens)
+
+
 def test_what_is_on_the_device_is_not_loaded() -> None:
     assert run(talks(1, 1)).summary.prefix_hits == PrefixHits(192, 80)
 
