@@ -16,8 +16,8 @@ is the size of files below the cache, ``--file-link`` their drive.
 to keep their windows for ``--keep`` seconds. Hints in hindsight know which turn is the last, which no client does: a
 reference, too.
 
-``--load-share``: of what a prompt finds in host memory only this share is loaded, in blocks from the front, and the rest
-computed.
+``--load-share``: of what a prompt finds in host memory only this share is loaded, in blocks from the front, and the
+rest computed.
 
 ``--load``: requests arrive, and users pause, so many times as fast that the output tokens over the time of arrivals
 are this share of the capacity: the output tokens per second in the middle of a run without a cache where all requests
