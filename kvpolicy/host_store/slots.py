@@ -380,11 +380,15 @@ class HostStore:
         return saved
 
     def _with_room(self, wanted: list[tuple[Node, HostBlock]]) -> list[tuple[Node, HostBlock]]:
-        """What is to be stored, in the order in which it gets slots, once the policy has made room. What the policy
-        would leave out still comes, in place of the lowest that is there, where a tier below takes it."""
-        wanted = sorted(wanted, key=lambda item: item[0].position)  # a hit needs what is before a block, too
+        """What is to be stored, in the order in which it gets slots, once the policy has made room: first what a hint
+        holds back, whatever the policy would rather keep, as it knows of no hint. What it would leave out of the others
+        still comes, in place of the lowest that is there, where a tier below takes it."""
+        held = self.cache.held(node.key for node, _ in wanted) if isinstance(self.cache, Hinted) else frozenset()
+        # A hit needs what is before a block, too.
+        wanted = sorted(wanted, key=lambda item: (item[0].key not in held, item[0].position))
         parents = {node.parent.key for node, _ in wanted if node.parent}
-        self._make_room(len(wanted), parents, [block.key for _, block in wanted])
+        self._make_room(len(held), parents)
+        self._make_room(len(wanted), parents, [node.key for node, _ in wanted[len(held) :]])
         room = len(self._unused)
         handed_on: list[tuple[Node, HostBlock]] = []
         refused: list[tuple[Node, HostBlock]] = []
