@@ -153,11 +153,14 @@ class HostStore:
                 self._join(block, copy)
             copy.blocks.append(block)
 
-    def bring(self, copy: HostCopy, count: int) -> list[HostBlock]:
-        """Slots, at most as many as are free, for contents that come from elsewhere than the device. A new copy keeps
-        them; nothing is found there before :meth:`brought`."""
+    def bring(self, copy: HostCopy, count: int, before: Container[Hashable] = ()) -> list[HostBlock]:
+        """Slots, at most so many and as the caching policy gives up, for contents that come from elsewhere than the
+        device. A new copy keeps them; nothing is found there before :meth:`brought`.
+
+        ``before``: keys of the contents that these continue, which are not evicted for them.
+        """
         self._copies[copy] = None
-        self._make_room(count)
+        self._make_room(count, before)
         for _ in range(min(count, len(self._unused))):
             self.free -= 1
             copy.blocks.append(HostBlock(None, None, [copy], self._unused.popleft()))

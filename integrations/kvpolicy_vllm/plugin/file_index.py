@@ -195,15 +195,19 @@ class FileIndex:
         self._begin(Under(copy, keys, list(run), self._clock()), self._stores, (*before, *keys))
 
     def fetch(self, chain: Sequence[bytes], first: int, count: int) -> bool:
-        """Bring ``count`` contents of a chain to host memory, from index ``first`` on; False where there is room for
-        none of them."""
+        """Bring ``count`` contents of a chain to host memory, from index ``first`` on, or fewer where there is no room
+        for more; False where there is for none. What they continue, and what hints hold back, does not go for them."""
         count = min(count, self._room(), self._pool.free)
         if count <= 0:
             return False
         copy = HostCopy(0, loading=True)
-        blocks = self._pool.bring(copy, count)
-        keys = self._salted(chain[first : first + count])
-        under = Under(copy, keys, blocks, self._clock(), tuple(chain[: first + count]))
+        blocks = self._pool.bring(copy, count, frozenset(chain[:first]))
+        if not blocks:
+            self._pool.release(copy)
+            return False
+        end = first + len(blocks)
+        keys = self._salted(chain[first:end])
+        under = Under(copy, keys, blocks, self._clock(), tuple(chain[:end]))
         self._coming.update(dict.fromkeys(keys, under))
         self._begin(under, self._loads)
         return True
