@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -32,7 +33,108 @@ def test_ratios_are_those_of_the_runs(
     bench: str, figure: str, arm: str, cell: dict[str, Any], pages: tuple[str, ...]
 ) -> None:
     text = rounds.ratio(RAW[bench], figure, arm, **cell).text()
-    assert all(text in " ".join((ROOT / page).read_text().split()) for page in pages), text
+    assert all(text in said(page) for page in pages), text
+
+
+def said(page: str) -> str:
+    """The text of a page, without its line breaks."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+def row(*values: str) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+CHAT_ARMS = {"vLLM": "vllm", "always-swap, `--cache cost`, 4 GiB of host memory": "cost"}
+TIER_ARMS = {
+    "vLLM": "vllm", "`--cache lru`": "lru", "`--cache cost`": "cost", "the same, files": "files",
+    "the same, hints": "hints",
+}  # fmt: skip
+RATES = {"rate": (2.0, 4.0, 6.0, 8.0, 12.0), "rates-above": (16.0, 24.0, 32.0)}
+RATE_ROWS = [
+    *((arm, "ms per output token end to end", "e2e_per_token_s") for arm in ("vllm", "mlfq", "orca-max")),
+    *((arm, "TTFT, s", "ttft_s") for arm in ("vllm", "mlfq", "orca-max")),
+    *((arm, "in time", "slo_share") for arm in ("vllm", "mlfq", "orca-max")),
+    *((arm, "p99 of the longest gap, s", "longest_gap_s.p99") for arm in ("vllm", "mlfq")),
+    *((arm, "most at the server at once", "most_at_once") for arm in ("vllm", "orca-max")),
+]
+
+
+def in_chats(bench: str, figures: tuple[str, ...], arm: str, **cell: Any) -> list[str]:
+    """Seconds of these figures to three digits, messages per second, and the share of tokens that was found."""
+    seconds = [f"{rounds.mean(RAW[bench], figure, arm, **cell):#.3g}" for figure in figures]
+    rate, found = (rounds.mean(RAW[bench], figure, arm, **cell) for figure in ("messages_s", "hit_rate"))
+    return [*seconds, f"{rate:.3f}", f"{found:.1%}"]
+
+
+def test_the_table_of_a_chat_is_that_of_the_runs() -> None:
+    page, times = said("docs/caching.md"), ("ttft_s", "later_ttft_s", "steady_ttft_s", "e2e_s")
+    for name, arm in CHAT_ARMS.items():
+        assert row(name, *in_chats("chat", times, arm)) in page, arm
+    ratios = [rounds.ratio(RAW["chat"], figure, "cost").text() for figure in (*times, "messages_s")]
+    assert row("ratio, 95% over rounds", *ratios) in page
+    messages, window = (rounds.mean(RAW["chat"], figure, "vllm") for figure in ("messages", "window_tokens"))
+    assert f"{messages:.0f} messages with windows of {window:,.0f} tokens on average" in page
+    prices = RAW["chat"]["prices"]
+    decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
+    assert (
+        f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, of which a decoded token "
+        f"takes {decoded_ms:.2f} ms and a token of a prompt adds {prompt_ms:.3f} ms"
+    ) in page
+    values = (rounds.ratio(RAW["chat"], figure, "cost").value for figure in ("ttft_s", "e2e_s", "messages_s"))
+    said_of_all = f"a chat with windows of 2,000 tokens: {', '.join(f'{value:.3f}' for value in values)}"
+    assert row(said_of_all) in said("docs/results.md")
+
+
+@pytest.mark.parametrize("people", [4, 8])
+def test_the_table_by_tier_and_policy_is_that_of_the_runs(people: int) -> None:
+    page = said("docs/caching.md")
+    for name, arm in TIER_ARMS.items():
+        values = in_chats("tiers", ("ttft_s", "later_ttft_s", "e2e_s"), arm, chatters=people)
+        assert row(str(people), name, *values) in page, arm
+    assert f"{rounds.mean(RAW['tiers'], 'messages', 'vllm', chatters=people):.0f} messages with a second" in page
+
+
+def test_each_ratio_stands_at_its_rate() -> None:
+    page = said("docs/bench.md")
+
+    def over(figure: str, rate: float, arm: str = "mlfq") -> str:
+        (bench,) = (bench for bench, rates in RATES.items() if rate in rates)
+        return f"{rounds.ratio(RAW[bench], figure, arm, rate=rate).text()} at {rate:g}"
+
+    first = [over("ttft_s", rate) for rate in (4.0, 16.0, 24.0, 32.0)]
+    reserved = over("ttft_s", 24.0, "orca-max")
+    assert f"of `mlfq` is {', '.join(first[:-1])} and {first[-1]}, that of `orca-max` {reserved};" in page
+    whole = [over("e2e_s", rate).replace(")", ") times as long", rate == 24.0) for rate in (24.0, 32.0)]
+    assert f"the whole request takes `mlfq` {' and '.join(whole)}" in page
+    assert "between 6 and 12 the interval of every ratio of `mlfq` holds 1." in page
+    figures = ("e2e_per_token_s", "ttft_s", "goodput_req_s", "e2e_s")
+    between = [rounds.ratio(RAW["rate"], figure, "mlfq", rate=rate) for figure in figures for rate in (6.0, 8.0, 12.0)]
+    assert not any(ratio.significant for ratio in between)
+    assert row("arriving per second", *(f"{rate:g}" for rates in RATES.values() for rate in rates)) in page
+    assert f"{len(rounds.by_round(RAW['analytics-103m'], 'requests_s', 'vllm'))} rounds behind 1,024 tokens" in page
+
+
+@pytest.mark.parametrize(("arm", "name", "figure"), RATE_ROWS)
+def test_the_table_by_rate_is_that_of_the_runs(arm: str, name: str, figure: str) -> None:
+    values = [rounds.mean(RAW[bench], figure, arm, rate=rate) for bench, rates in RATES.items() for rate in rates]
+    factor, form = {"slo_share": (1.0, ".0%"), "most_at_once": (1.0, ".0f"), "e2e_per_token_s": (1e3, ".3g")}.get(
+        figure, (1.0, ".3g")
+    )
+    assert row(f"`{arm}`, {name}", *(f"{factor * value:{form}}" for value in values)) in said("docs/bench.md")
+
+
+def test_what_was_finished_of_what_arrived_is_that_of_the_runs() -> None:
+    def share(arm: str, rate: float) -> str:
+        finished, offered = (
+            rounds.by_round(RAW["rates-above"], figure, arm, rate=rate) for figure in ("finished_s", "offered_s")
+        )
+        return f"{fmean(finished[number] / offered[number] for number in offered):.0%}"
+
+    assert (
+        f"at 16 it finished {share('vllm', 16.0)} of what arrived. `mlfq` served 16, and finished "
+        f"{share('mlfq', 24.0)} at 24."
+    ) in said("docs/bench.md")
 
 
 def test_a_start_of_the_servers_counts_once() -> None:
@@ -69,10 +171,30 @@ def test_anything_else_is_refused_by_name(text: str, tmp_path: Path) -> None:
         rounds.gathered(tmp_path / "other.json")
 
 
+RUNS = [
+    {"cell": {"n": n, "m": 0}, "round": number, "arm": arm, "ttft_s": {"mean": factor * (number + n), "p99": 9.0 + n}}
+    for n in (1, 5) for number in range(3) for arm, factor in (("vllm", 2.0), ("other", 1.0 if n == 1 else 4.0))
+]  # fmt: skip
+
+
 def test_ratios_are_by_round_of_one_cell() -> None:
-    runs = [
-        {"cell": {"n": n}, "round": number, "arm": arm, "ttft_s": {"mean": factor * (number + n)}}
-        for n in (1, 5) for number in range(3) for arm, factor in (("vllm", 2.0), ("other", 1.0 if n == 1 else 4.0))
-    ]  # fmt: skip
-    assert rounds.ratio({"runs": runs}, "ttft_s", "other", n=1).value == pytest.approx(0.5)
-    assert rounds.ratio({"runs": runs}, "ttft_s", "other", n=5).value == pytest.approx(2.0)
+    bench = {"runs": RUNS[::-1]}
+    assert rounds.ratio(bench, "ttft_s", "other", n=1).value == pytest.approx(0.5)
+    assert rounds.ratio(bench, "ttft_s", "other", n=5).value == pytest.approx(2.0)
+    assert rounds.ratio(bench, "ttft_s.p99", "other", n=5).value == 1.0
+    assert rounds.mean(bench, "ttft_s", "vllm", n=5) == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize(
+    ("runs", "cell", "message"),
+    [
+        (RUNS, {}, "should be of one cell, and is of .*'n': 1.*'n': 5"),
+        (RUNS, {"n": 2}, r"should be of one cell, and is of \[\]"),
+        ([*RUNS, RUNS[3]], {"n": 1}, "round 1: ttft_s should be there once"),
+        (RUNS[1:], {"n": 1}, r"other was run in rounds \[0, 1, 2\], vllm in \[1, 2\]"),
+        ([RUNS[0] | {"ttft_s": {"mean": None}}, *RUNS[1:]], {"n": 1}, "round 0: ttft_s should be there once"),
+    ],
+)
+def test_no_run_is_left_out_and_none_counts_twice(runs: list[Any], cell: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rounds.ratio({"runs": runs}, "ttft_s", "other", **cell)

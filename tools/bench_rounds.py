@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kvpolicy.json_values import rounded
@@ -58,17 +59,37 @@ def without_folder(workload: str) -> str:
 
 def ratio(bench: Bench, figure: str, arm: str, over: str = "vllm", **cell: Any) -> Ratio:
     """One arm over another in the runs of a cell, by round, or by start of the servers where there are several, as the
-    bench prints it. ``figure``: such as ``ttft_s``, whose mean is meant, or ``messages_s``."""
-    values: dict[str, dict[int, float]] = {arm: {}, over: {}}
-    starts: dict[int, int] = {}
-    for run in bench["runs"]:
-        if run["arm"] in values and run["cell"].items() >= cell.items():
-            value = run[figure]
-            starts[run["round"]] = run.get("start", 0)
-            values[run["arm"]][run["round"]] = value["mean"] if isinstance(value, dict) else value
-    rounds = sorted(values[arm].keys() & values[over].keys())
-    above, below = ([values[one][number] for number in rounds] for one in (arm, over))
-    return ratio_over_starts(above, below, [starts[number] for number in rounds])
+    bench prints it. ``figure``: such as ``ttft_s``, whose mean is meant, or ``messages_s``. Raises ValueError as
+    :func:`by_round`, and where one arm has a round that the other has not: it would be a ratio of the rounds that both
+    came through."""
+    above, below = by_round(bench, figure, arm, **cell), by_round(bench, figure, over, **cell)
+    if above.keys() != below.keys():
+        raise ValueError(f"{figure}: {arm} was run in rounds {[*above]}, {over} in {[*below]}")
+    starts = {run["round"]: run.get("start", 0) for run in bench["runs"] if run["arm"] == arm}
+    return ratio_over_starts([*above.values()], [*below.values()], [starts[number] for number in above])
+
+
+def by_round(bench: Bench, figure: str, arm: str, **cell: Any) -> dict[int, float]:
+    """A figure of one arm in the runs of a cell, by round. ``figure``: as for :func:`ratio`, or ``longest_gap_s.p99``.
+    ``cell``: as much of it as no other cell has. Raises ValueError for several cells or none, where the arm was run
+    twice in a round, and where the figure is not known."""
+    runs = [run for run in bench["runs"] if run["arm"] == arm and run["cell"].items() >= cell.items()]
+    cells = [json.loads(text) for text in sorted({json.dumps(run["cell"], sort_keys=True) for run in runs})]
+    if len(cells) != 1:
+        raise ValueError(f"{arm}, {cell}: should be of one cell, and is of {cells}")
+    name, _, part = figure.partition(".")
+    values: dict[int, float] = {}
+    for run in sorted(runs, key=lambda run: run["round"]):
+        value = run[name][part or "mean"] if isinstance(run[name], dict) else run[name]
+        if run["round"] in values or value is None:
+            raise ValueError(f"{arm}, {cells[0]}, round {run['round']}: {figure} should be there once")
+        values[run["round"]] = value
+    return values
+
+
+def mean(bench: Bench, figure: str, arm: str, **cell: Any) -> float:
+    """Over rounds, as the bench prints it. Raises ValueError as :func:`by_round`."""
+    return fmean(by_round(bench, figure, arm, **cell).values())
 
 
 def text_of(raw: Mapping[str, Bench]) -> str:

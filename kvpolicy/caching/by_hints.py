@@ -7,7 +7,7 @@ the other policy in between. A tier calls it, with the hints that :mod:`kvpolicy
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
 
@@ -153,7 +153,9 @@ class Hinted(CachingPolicy):
     Its owner calls :meth:`hinted` after ``asked`` and before ``evict`` and ``stored``, and once more for the whole
     window when a request has ended; :meth:`wanted` says how much is worth storing. A block that is held back is not
     evicted before its time is over, so that :meth:`evict` may give up fewer blocks than it is asked for where the
-    ``protected`` ones are many besides. Memory is bounded by the capacity.
+    ``protected`` ones are many besides. The other policy knows of no hint, and may rather keep what is there than take
+    a newcomer that is :meth:`held` back: the owner has room made for that by :meth:`evict`, and for the others by
+    :meth:`make_room`. Memory is bounded by the capacity.
 
     ``clock``: seconds, never falling. ``block_tokens``: tokens of a block, by which pins are rounded down.
     """
@@ -196,6 +198,11 @@ class Hinted(CachingPolicy):
         """Number of blocks that are held back from eviction now."""
         self._holds.expire(self._clock())
         return len(self._holds)
+
+    def held(self, keys: Iterable[Key]) -> frozenset[Key]:
+        """Those of these blocks that are held back from eviction, whether they are there or about to be stored."""
+        self._holds.expire(self._clock())
+        return frozenset(key for key in keys if key in self._holds)
 
     def wanted(self, chain: Chain, hints: Hints) -> int:
         """Number of leading blocks that are worth storing. Of a request that nobody repeats or continues, those that it
@@ -300,19 +307,7 @@ class Hinted(CachingPolicy):
         return self._evict(count, protected, self.inner.evict)
 
     def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
-        """As the other policy does, but that what a hint holds back gets its room: what is there may be worth more to
-        that policy, which knows of no hint."""
-        self._holds.expire(self._clock())
-        others = [key for key in newcomers if key not in self._holds]
-
-        def given_up(left: int, kept: Container[Key]) -> list[Key]:
-            of_held = left - min(left, len(others))
-            evicted = self.inner.evict(of_held, kept) if of_held else []
-            if len(evicted) < left and others:
-                evicted += self.inner.make_room(left - len(evicted), kept, others)
-            return evicted
-
-        return self._evict(count, protected, given_up)
+        return self._evict(count, protected, lambda left, kept: self.inner.make_room(left, kept, newcomers))
 
     def _evict(
         self, count: int, protected: Container[Key], others: Callable[[int, Container[Key]], list[Key]]

@@ -153,11 +153,14 @@ class HostStore:
                 self._join(block, copy)
             copy.blocks.append(block)
 
-    def bring(self, copy: HostCopy, count: int) -> list[HostBlock]:
-        """Slots, at most as many as are free, for contents that come from elsewhere than the device. A new copy keeps
-        them; nothing is found there before :meth:`brought`."""
+    def bring(self, copy: HostCopy, count: int, before: Container[Hashable] = ()) -> list[HostBlock]:
+        """Slots, at most so many and as the caching policy gives up, for contents that come from elsewhere than the
+        device. A new copy keeps them; nothing is found there before :meth:`brought`.
+
+        ``before``: keys of the contents that these continue, which are not evicted for them.
+        """
         self._copies[copy] = None
-        self._make_room(count)
+        self._make_room(count, before)
         for _ in range(min(count, len(self._unused))):
             self.free -= 1
             copy.blocks.append(HostBlock(None, None, [copy], self._unused.popleft()))
@@ -380,11 +383,15 @@ class HostStore:
         return saved
 
     def _with_room(self, wanted: list[tuple[Node, HostBlock]]) -> list[tuple[Node, HostBlock]]:
-        """What is to be stored, in the order in which it gets slots, once the policy has made room. What the policy
-        would leave out still comes, in place of the lowest that is there, where a tier below takes it."""
-        wanted = sorted(wanted, key=lambda item: item[0].position)  # a hit needs what is before a block, too
+        """What is to be stored, in the order in which it gets slots, once the policy has made room: first what a hint
+        holds back, whatever the policy would rather keep, as it knows of no hint. What it would leave out of the others
+        still comes, in place of the lowest that is there, where a tier below takes it."""
+        held = self.cache.held(node.key for node, _ in wanted) if isinstance(self.cache, Hinted) else frozenset()
+        # A hit needs what is before a block, too.
+        wanted = sorted(wanted, key=lambda item: (item[0].key not in held, item[0].position))
         parents = {node.parent.key for node, _ in wanted if node.parent}
-        self._make_room(len(wanted), parents, [block.key for _, block in wanted])
+        self._make_room(len(held), parents)
+        self._make_room(len(wanted), parents, [node.key for node, _ in wanted[len(held) :]])
         room = len(self._unused)
         handed_on: list[tuple[Node, HostBlock]] = []
         refused: list[tuple[Node, HostBlock]] = []

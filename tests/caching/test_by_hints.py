@@ -243,11 +243,11 @@ def check_bounds(policy: Hinted, there: set[str]) -> None:
     assert policy._session_blocks == sum(map(len, policy._sessions.values())) <= REMEMBERED * policy.capacity
 
 
-def test_what_is_held_back_comes_for_certain_and_the_rest_by_the_other_policy() -> None:
-    """A full memory whose policy gives up nothing for newcomers: a pin gets its two blocks, the third is left out."""
+def test_newcomers_have_the_room_that_the_other_policy_gives_up_and_what_goes_first() -> None:
     policy = Hinted(Reluctant(6), Clock(), BLOCK, HintLimits(600.0, 0.5, 0.5))
     serve(policy, "uvwxyz")
-    policy.asked("abc", 0)
     policy.hinted("abc", Hints(pin_tokens=2 * BLOCK), "default")
-    assert len(policy.make_room(3, frozenset("abc"), [*"abc"])) == 2
+    assert policy.held("abc") == {"a", "b"}
     assert policy.make_room(1, frozenset("abc"), ["c"]) == []
+    policy.hinted("uvwxyz", Hints(ended=True), "default")
+    assert policy.make_room(1, frozenset("abc"), ["c"]) == ["z"]

@@ -7,23 +7,24 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpolicy.caching.by_use import Lru
-from kvpolicy.host_store import HostBlock, HostStore
+from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
+from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.host_store.copy_queues import RECENT_COPIES
-from kvpolicy.request_marks import Hints
+from kvpolicy.request_marks import HintLimits, Hints
 from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 SLOTS = 16
 CHAIN = [b"a", b"b", b"c"]
+LONGER = [*CHAIN, b"d", b"e", b"f"]
 
 
 class Core:
     """Host memory with a cache, an index of files, and a clock."""
 
-    def __init__(self, ranks: int = 2) -> None:
-        self.pool = HostStore(SLOTS, Lru(SLOTS))
+    def __init__(self, ranks: int = 2, cache: CachingPolicy | None = None) -> None:
+        self.pool = HostStore(SLOTS, Lru(SLOTS) if cache is None else cache)
         self.now, self.counts = 0.0, Counter[str]()
         self.index = FileIndex(self.pool, ranks, 100, lambda: self.now, self._count)
         self.ranks = ranks
@@ -86,10 +87,10 @@ def test_a_block_follows_the_one_before_it() -> None:
 
 def test_blocks_of_several_prompts_are_several_jobs() -> None:
     core = Core()
-    core.pool.given_back([b"a"], [0], 1)
-    core.pool.given_back([b"x"], [1], 1)
-    core.index.saved(core.pool.lost([0, 1]))
-    assert [job.keys for job in core.jobs()[0]] == [(b"a",), (b"x",)]
+    core.pool.given_back([b"a", b"b"], [0, 1], 2)
+    core.pool.given_back([b"x", b"y"], [2, 3], 2)
+    core.index.saved(core.pool.lost([1, 3, 0, 2]))
+    assert [job.keys for job in core.jobs()[0]] == [(b"a", b"b"), (b"x", b"y")], "however they come"
 
 
 def test_what_one_rank_could_not_store_is_not_there() -> None:
@@ -139,6 +140,16 @@ def test_files_hold_at_most_a_share_of_the_slots() -> None:
     assert not core.index.fetch([b"other"], 0, 1)
 
 
+def test_of_what_comes_at_once_the_leading_blocks_are_stored() -> None:
+    """The device loses the end of a prompt first. A block is of no use without those before it."""
+    core = Core()
+    core.pool.given_back(LONGER, range(6), 6)
+    core.index.saved(core.pool.lost(reversed(range(6))))
+    ((job,), _) = core.jobs()
+    assert job.keys == job.chain == tuple(LONGER[: SLOTS // SHARE])
+    assert core.counts["refused"] == 6 - SLOTS // SHARE
+
+
 def test_blocks_come_back_to_host_memory() -> None:
     core = Core()
     core.stored()
@@ -160,6 +171,52 @@ def test_blocks_come_back_to_host_memory() -> None:
     core.now += 3.0
     core.report(job)
     assert core.index.read_s(2) == pytest.approx(2.0), "by what was loaded since"
+
+
+def with_others(core: Core, host_blocks: int) -> list[list[bytes]]:
+    """Files have all of LONGER. Host memory has its leading blocks, so many, and is full of other prompts."""
+    for blocks in range(1, len(LONGER) + 1):
+        core.stored(LONGER[:blocks])
+    core.drop_from_host()
+    core.stored(LONGER[:host_blocks])
+    others = [[b"other %d" % number] for number in range(SLOTS - host_blocks)]
+    for other in others:
+        core.pool.asked(other)
+        core.stored(other)
+    assert core.pool.cached == SLOTS and core.pool.leading(LONGER) == host_blocks
+    return others
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_from_files_does_not_push_out_what_it_continues(kind: str) -> None:
+    """Though everything else in host memory is asked for more often."""
+    core = Core(cache=KINDS[kind](SLOTS))
+    for other in with_others(core, 3) * 4:
+        core.pool.asked(other)
+    core.pool.asked(LONGER)
+    assert core.index.fetch(LONGER, 3, 3)
+    (_, (job,)) = core.jobs()
+    core.report(job)
+    assert core.pool.leading(LONGER) == len(LONGER) and core.pool.cached == SLOTS
+
+
+def test_what_hints_hold_back_does_not_leave_host_memory_for_what_comes_from_files() -> None:
+    """Three quarters of the slots are held, and copies of preempted requests have the others, but for one or none."""
+    core = Core(cache=Hinted(Lru(SLOTS), lambda: core.now, 1, HintLimits(600.0, 0.75, 0.75)))
+    held = [*with_others(core, 0)[:12]]
+    for other in held:
+        core.pool.hinted(other, Hints(600.0), "default")
+    copy, last = HostCopy(40), HostCopy(20)
+    assert len(core.pool.add(copy, [(None, 1000 + number) for number in range(3)])) == 3
+    assert core.index.fetch(LONGER, 0, 3)
+    (_, (job,)) = core.jobs()
+    assert job.keys == (b"a",), "there is room for one"
+    core.report(job)
+    assert core.pool.leading(LONGER) == 1 and all(core.pool.leading(other) == 1 for other in held)
+    assert len(core.pool.add(last, [(None, 2000)])) == 1
+    used = core.pool.used
+    assert not core.index.fetch(LONGER, 0, 3) and core.jobs() == ([], [])
+    assert core.pool.used == used and all(core.pool.leading(other) == 1 for other in held)
 
 
 def test_a_disk_that_becomes_slow_is_noticed_however_long_it_was_fast() -> None:

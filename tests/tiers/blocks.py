@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvpolicy.tiers import FileTier, Finished
 from kvpolicy.tiers.block_format import PAGE, aligned_memory
+from kvpolicy.tiers.io_threads import IoThreads
 
 BLOCK_BYTES = 3 * PAGE
 FILE_BYTES = BLOCK_BYTES + PAGE
@@ -56,6 +58,19 @@ def load(tier: FileTier, keys: Sequence[bytes], number: int = 2) -> Mapping[byte
         assert key in finished.failed or np.array_equal(memory, content(key)), "a wrong content was taken for right"
     tier.wait_idle()  # what has failed is removed
     return finished.failed
+
+
+def when_closing(threads: IoThreads[Any], action: Callable[[], object]) -> threading.Thread:
+    """A thread that does it once these threads are told to end, and wait for what they run."""
+
+    def await_end() -> None:
+        with threads._changed:
+            threads._changed.wait_for(lambda: not threads._open)
+        action()
+
+    waiting = threading.Thread(target=await_end)
+    waiting.start()
+    return waiting
 
 
 def files_of(directory: Path) -> list[Path]:

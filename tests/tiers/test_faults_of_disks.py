@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from kvpolicy.tiers import block_files
 from tests.tiers.blocks import FILE_BYTES, bytes_of, files_of, load, opened, store
 
 CHAIN = [b"%d" % number for number in range(6)]
+PATIENCE_S = 600.0
 
 WRITER = """
 import sys
@@ -52,17 +52,17 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def wait_for_blocks(folder: Path, at_least: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(files_of(folder)) < at_least:
         assert time.monotonic() < deadline, "the writer writes nothing"
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("trial", range(3))
-def test_after_a_kill_every_block_that_is_there_is_right(tmp_path: Path, trial: int) -> None:
+@pytest.mark.parametrize("blocks", [20, 27, 38])
+def test_after_a_kill_every_block_that_is_there_is_right(tmp_path: Path, blocks: int) -> None:
+    """While it writes; near its bound of 40 it may be giving blocks up, too."""
     process, folder = writer(tmp_path, 0)
-    wait_for_blocks(folder, 20)
-    time.sleep(random.Random(trial).random() / 20)
+    wait_for_blocks(folder, blocks)
     kill(process)
     assert bytes_of(tmp_path) <= 40 * FILE_BYTES
     tier = opened(tmp_path, blocks=40)

@@ -27,6 +27,7 @@ from tests.tiers.blocks import (
     load,
     opened,
     store,
+    when_closing,
 )
 
 CHAIN = [b"a", b"b", b"c"]
@@ -322,8 +323,9 @@ def test_the_end_leaves_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
     gate = Gate(monkeypatch, "writev")
     tier.store(1, CHAIN, {index: [content(key)] for index, key in enumerate(CHAIN)})
     gate.began.wait()
-    threading.Timer(0.05, gate.open).start()
+    opening = when_closing(tier._threads, gate.open)
     tier.close()
+    opening.join()
     assert threading.active_count() == threads and descriptors() == before
     assert len(files_of(tmp_path)) == 1 and not list(tmp_path.rglob("writing/*"))
     again = opened(tmp_path)

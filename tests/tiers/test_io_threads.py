@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvpolicy.tiers.io_threads import IoThreads
+from tests.tiers.blocks import when_closing
 
 
 def test_no_load_waits_for_a_store_and_stores_keep_their_order() -> None:
@@ -58,6 +59,7 @@ def test_what_waits_is_forgotten_at_the_end_and_what_runs_ends() -> None:
     threads.store(lambda _: (began.set(), go_on.wait(), done.append("ran")))
     began.wait()
     threads.store(lambda _: done.append("waited"))
-    threading.Timer(0.05, go_on.set).start()
+    going_on = when_closing(threads, go_on.set)
     threads.close()
+    going_on.join()
     assert done == ["ran"]

@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 
 from tests.tiers.blocks import files_of
 from tests.vllm import harness, test_file_index
-from tests.vllm.test_file_index import FLEETING, POLICIES, Servers, counted
+from tests.vllm.test_file_index import CONVERSATIONS, FLEETING, POLICIES, Servers, counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.feature("prompts in files, beyond restarts")]
 first, second, stock = test_file_index.first, test_file_index.second, test_file_index.stock
@@ -74,13 +74,23 @@ def half_written(files: Path) -> list[Path]:
 def test_an_engine_that_is_killed_while_it_writes(
     servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], cache: str, tmp_path: Path
 ) -> None:
-    """The next one finds what was whole, and nothing of the rest stays."""
-    with engine(servers.job(first, **FLEETING | POLICIES[cache]), tmp_path / "killed") as (process, _):
-        wait_until(lambda: process.poll() is not None or len(files_of(servers.files)) > 20)
+    """The next one finds what was whole, and nothing of the rest stays. What it asks for is in files before others
+    come, and while theirs goes there, too, the first one is killed; it does not end before."""
+    others = harness.prompts(3 * CONVERSATIONS, (180, 300), (40, 90), seed=8)
+    stored, never = tmp_path / "stored", tmp_path / "never"
+    work = servers.job([*first, *others], **FLEETING | POLICIES[cache]) | {
+        "waves": [[*range(at, at + CONVERSATIONS)] for at in range(0, 4 * CONVERSATIONS, CONVERSATIONS)],
+        "only_files": True, "stops": {"1": {"says": str(stored)}, "4": {"awaits": str(never)}},
+    }  # fmt: skip
+    with engine(work, tmp_path / "killed") as (process, _):
+        wait_until(lambda: process.poll() is not None or stored.exists())
+        before = len(files_of(servers.files))
+        wait_until(lambda: process.poll() is not None or len(files_of(servers.files)) > before + 5)
         assert process.poll() is None, "it was to be killed while it serves"
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     there = len(files_of(servers.files))
+    assert there > before > 20
     after = servers.serve("second", second, **POLICIES[cache])
     assert counted(after, "loaded") > 0 and counted(after, "load_failed") == 0
     assert not half_written(servers.files) and len(files_of(servers.files)) >= there
@@ -90,11 +100,15 @@ def test_an_engine_that_is_killed_while_it_writes(
 def test_two_engines_in_one_folder(
     servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Each has files of its own there."""
-    with (
-        engine(servers.job(first), tmp_path / "a") as (_, one),
-        engine(servers.job(second), tmp_path / "b") as (_, two),
-    ):
+    """Each has files of its own there. Neither begins to serve before both are there."""
+    there, go = [tmp_path / "a is there", tmp_path / "b is there"], tmp_path / "go"
+    works = [
+        servers.job(requests) | {"stops": {"0": {"says": str(path), "awaits": str(go)}}}
+        for requests, path in zip((first, second), there, strict=True)
+    ]
+    with engine(works[0], tmp_path / "a") as (a, one), engine(works[1], tmp_path / "b") as (b, two):
+        wait_until(lambda: all(map(Path.exists, there)) or a.poll() is not None or b.poll() is not None)
+        go.touch()
         stats = [servers.judged("first", one()), servers.judged("second", two())]
     for each in stats:
         assert counted(each, "stored") > 10 and counted(each, "store_failed") == 0

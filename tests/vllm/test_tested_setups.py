@@ -27,7 +27,7 @@ def not_warned_of() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("beside", "several_tables", "words"),
+    ("beside", "other_layers", "words"),
     [
         ([], True, ""),
         (["NixlConnector"], False, ""),
@@ -37,8 +37,8 @@ def not_warned_of() -> Iterator[None]:
         (["NixlConnector", "MyConnector"], True, "MyConnector was not tested"),
     ],
 )
-def test_connectors_that_were_not_tested_are_told(beside: list[str], several_tables: bool, words: str) -> None:
-    said = tested_setups.untested_connectors(beside, several_tables)
+def test_connectors_that_were_not_tested_are_told(beside: list[str], other_layers: bool, words: str) -> None:
+    said = tested_setups.untested_connectors(beside, other_layers)
     assert said.startswith(words) and bool(said) == bool(words)
 
 
@@ -48,10 +48,16 @@ def with_layers(*groups: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, needs_kv_cache_zeroing=has_states)
 
 
-FULL, WINDOW, STATE = (
+FULL, WINDOW, STATE, LATENT = (
     SimpleNamespace(kv_cache_spec=type(kind, (), {})())
-    for kind in ("FullAttentionSpec", "SlidingWindowSpec", "MambaSpec")
+    for kind in ("FullAttentionSpec", "SlidingWindowSpec", "MambaSpec", "MLAAttentionSpec")
 )
+WHOLE_WINDOW, WHOLE_CHUNK = (
+    SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {name: 64})())
+    for name in ("sliding_window", "attention_chunk_size")
+)
+"""Of which all blocks are stored, as with --disable-hybrid-kv-cache-manager."""
+ONLY_FULL = "NixlConnector was tested beside it with one KV cache group of full attention only"
 
 
 @pytest.mark.parametrize(
@@ -59,8 +65,12 @@ FULL, WINDOW, STATE = (
     [
         (None, ""),
         (with_layers(FULL), ""),
-        (with_layers(WINDOW), "NixlConnector was tested beside it with one KV cache group of full attention only"),
-        (with_layers(FULL, WINDOW), "NixlConnector was tested beside it with one KV cache group of full attention"),
+        (with_layers(), ONLY_FULL),
+        (with_layers(WINDOW), ONLY_FULL),
+        (with_layers(FULL, WINDOW), ONLY_FULL),
+        (with_layers(LATENT), ONLY_FULL),
+        (with_layers(WHOLE_WINDOW), ONLY_FULL),
+        (with_layers(WHOLE_CHUNK), ONLY_FULL),
     ],
 )
 def test_layers_that_a_connector_was_not_tested_with_are_told(kv_cache: Any, words: str) -> None:

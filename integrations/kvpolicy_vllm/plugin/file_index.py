@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from kvpolicy.caching import Node
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, RecentRate
 from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
@@ -142,17 +143,20 @@ class FileIndex:
         return tuple(self._salt + key for key in keys)
 
     def saved(self, blocks: Iterable[HostBlock]) -> None:
-        """These contents have come to host memory: store those that may be of use and that files do not have."""
-        run: list[HostBlock] = []
-        for block in blocks:
-            if not self._is_wanted(block):
-                continue
-            assert block.node is not None
-            if run and block.node.parent is not run[-1].node:
-                self._store(run)
-                run = []
+        """These contents have come to host memory: store those that may be of use and that files do not have, each
+        behind those that it continues: the device loses the end of a prompt first, and there may not be room for
+        all."""
+        wanted = [(block.node, block) for block in blocks if block.node is not None and self._is_wanted(block)]
+        runs: list[list[HostBlock]] = []
+        ending: dict[Node | None, list[HostBlock]] = {}
+        """Runs by their last block."""
+        for node, block in sorted(wanted, key=lambda item: item[0].position):
+            run = ending.pop(node.parent, None)
+            if run is None:
+                runs.append(run := [])
             run.append(block)
-        if run:
+            ending[node] = run
+        for run in runs:
             self._store(run)
 
     def _is_wanted(self, block: HostBlock) -> bool:
@@ -190,15 +194,19 @@ class FileIndex:
         self._begin(Under(copy, keys, list(run), self._clock()), self._stores, (*before, *keys))
 
     def fetch(self, chain: Sequence[bytes], first: int, count: int) -> bool:
-        """Bring ``count`` contents of a chain to host memory, from index ``first`` on; False where there is room for
-        none of them."""
+        """Bring ``count`` contents of a chain to host memory, from index ``first`` on, or fewer where there is no room
+        for more; False where there is for none. What they continue, and what hints hold back, does not go for them."""
         count = min(count, self._room(), self._pool.free)
         if count <= 0:
             return False
         copy = HostCopy(0, loading=True)
-        blocks = self._pool.bring(copy, count)
-        keys = self._salted(chain[first : first + count])
-        under = Under(copy, keys, blocks, self._clock(), tuple(chain[: first + count]))
+        blocks = self._pool.bring(copy, count, frozenset(chain[:first]))
+        if not blocks:
+            self._pool.release(copy)
+            return False
+        end = first + len(blocks)
+        keys = self._salted(chain[first:end])
+        under = Under(copy, keys, blocks, self._clock(), tuple(chain[:end]))
         self._coming.update(dict.fromkeys(keys, under))
         self._begin(under, self._loads)
         return True

@@ -44,9 +44,11 @@ def is_plain(kv_cache: KVCacheConfig) -> bool:
 
 def attends_to_everything(kv_cache: KVCacheConfig) -> bool:
     """Whether every layer is one of full attention with keys and values of its own."""
+    if not is_plain(kv_cache):
+        return False
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
     limited = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return is_plain(kv_cache) and type(spec).__name__ == "FullAttentionSpec" and not limited
+    return type(spec).__name__ == "FullAttentionSpec" and not limited
 
 
 def is_replicated(kv_cache: KVCacheConfig) -> bool:

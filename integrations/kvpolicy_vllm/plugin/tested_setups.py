@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvpolicy_vllm.plugin.kv_layout import is_plain
+from kvpolicy_vllm.plugin.kv_layout import attends_to_everything
 from kvpolicy_vllm.plugin.versions import connectors_beside, overwrites_before_saves
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
     parts = (
         untested_inputs(config),
         untested_precision(config),
-        untested_connectors(connectors_beside(config), kv_cache is not None and not is_plain(kv_cache)),
+        untested_connectors(connectors_beside(config), kv_cache is not None and not attends_to_everything(kv_cache)),
         untested_states(config, kv_cache),
     )
     return "; ".join(filter(None, parts))
@@ -48,16 +48,16 @@ def _warn_once(untested: str) -> None:
     logger.warning("kvpolicy: %s", untested)
 
 
-def untested_connectors(names: Sequence[str], several_tables: bool) -> str:
-    """What was not tested of the connectors that serve beside kvpolicy's; empty where all was. ``several_tables``:
-    whether the model is known to have several block tables, or windows."""
+def untested_connectors(names: Sequence[str], other_layers: bool) -> str:
+    """What was not tested of the connectors that serve beside kvpolicy's; empty where all was. ``other_layers``:
+    whether the model is known to have other layers than those of full attention with keys and values of their own."""
     tested = ", ".join(TESTED_BESIDE)
     if untested := [name for name in names if name not in TESTED_BESIDE]:
         return f"{', '.join(untested)} was not tested beside it; tested are {tested}"
-    if names and several_tables:
+    if names and other_layers:
         return (
             f"{', '.join(names)} was tested beside it with one KV cache group of full attention only, and this model "
-            "has several, or windows"
+            "has several, or windows, chunks or latent attention"
         )
     return ""
 
