@@ -402,6 +402,20 @@ def test_a_connector_that_was_not_tested_is_told(
     assert bool(found["untested"]) == bool(words)
 
 
+@pytest.mark.feature("states beside a connector without groups", refused=True)
+def test_states_beside_a_connector_without_groups(process: EngineProcess, tmp_path: Path) -> None:
+    """By its code vLLM would end with "Failed to promote local KV cache specs" once it has loaded the weights, also
+    without kvpolicy. Windows it stores whole."""
+    families.skip_unless_served(families.FAMILIES["granite-4"])
+    flags = ("--dtype", "float32", "--kv-transfer-config", json.dumps(EXAMPLE))
+    found = asked(process, str(families.make("granite-4", tmp_path / "states")), *flags)
+    assert "ExampleConnector knows one KV cache group only" in found["refused"] and "states" in found["refused"]
+    assert found["groups"] == [] and found["helps"] == []
+    windows = asked(process, str(families.make("gpt-oss", tmp_path / "windows")), *flags)
+    assert windows["refused"] == windows["not_laid_out"] == ""
+    assert [group["kind"] for group in windows["groups"]] == ["FullAttentionSpec"]
+
+
 def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_path: Path) -> None:
     """A hybrid's attention block has the bytes of a state, so ranks without a head of their own need fewer tokens a
     block. Before, layers of several ranks were made as one rank's, and vLLM refused the state that did not fit."""
