@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,7 +27,7 @@ from kvpolicy_vllm.bench.models import make_tokenizer
 from kvpolicy_vllm.check import LIMIT_S, CheckReport, Group, check
 from tests.test_launch import run
 from tests.vllm import families, features
-from tests.vllm.harness import ROOT
+from tests.vllm.harness import ROOT, environment
 
 pytestmark = pytest.mark.scheduler
 
@@ -438,6 +440,21 @@ def test_the_command_ends_with_status_one_where_it_is_refused(
     assert run(*command, "--pipeline-parallel-size", "2") == 1
     assert "not served" in capsys.readouterr().out
     assert "pipeline parallelism" in json.loads(file.read_text())["refused"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_its_time_runs(model: str, tmp_path: Path) -> None:
+    """As a user runs it; the time itself is not judged here."""
+    file = tmp_path / "times.json"
+    command = [sys.executable, "benchmarks/check_time.py", model, "--runs", "1", "--json", str(file), "--"]
+    served, refused = (
+        subprocess.run([*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True)
+        for flags in (("--dtype", "float32"), ("-tp", "3"))
+    )
+    assert served.returncode == 0, served.stderr
+    check, importing = json.loads(file.read_text())
+    assert check["cpu_s"] > importing["cpu_s"] > 0
+    assert refused.returncode == 1 and "divisible" in refused.stderr
 
 
 def test_a_command_is_printed_only_once_it_is_checked(model: str, capsys: pytest.CaptureFixture[str]) -> None:
