@@ -129,6 +129,11 @@ def test_skipping_a_test_forgets_nothing(passed: object) -> None:
     assert merged([row], {("f", "0.32", "t"): ("engine", {"a": "skipped", "b": "skipped"})}) == [row]
 
 
+def test_a_number_of_skipped_cases_goes_once_they_are_skipped_by_name() -> None:
+    (row,) = merged([ROW | {"skipped": 2}], {("f", "0.32", "t"): ("engine", {"a": "skipped", "b": "skipped"})})
+    assert row == ROW | {"skipped": ["a", "b"]}
+
+
 def test_pieces_of_a_test_add_up() -> None:
     """Of cases that the test has still, and with the newest outcome of each."""
     row = ROW | {"passed": ["a", "b", "gone"], "skipped": ["c"]}

@@ -51,8 +51,8 @@ BLOCK = 16
 MAX_STEPS = 200_000
 COPIED_BLOCK_BYTES = 131072
 """Of every block, as :class:`Worker` reports it."""
-OFFLOADS = "SimpleCPUOffloadConnector"
-"""Value of ``job["beside"]`` with which that connector is beside kvpolicy's, and not the tests' own."""
+OFFLOADS, OFFLOADS_CHUNKS = "SimpleCPUOffloadConnector", "OffloadingConnector"
+"""Values of ``job["beside"]`` with which these connectors are beside kvpolicy's, and not the tests' own."""
 STEP_TIME = StepTimeModel(1e-4, (1e-6,) * 6, "nothing", 100, HeldOutError(0.0, 0.0, 0.0))
 """Any d0 does where it only matters who is accounted for."""
 
@@ -97,6 +97,7 @@ def scheduler_for(job: dict[str, Any], grammars: Any = None) -> Any:
 
 
 def made_requests(job: dict[str, Any]) -> list[Request]:
+    """``job["continued"]``: whether as many come after them, each of which goes on where one of them should end."""
     rng = random.Random(job["seed"])
     head = [rng.randrange(1000) for _ in range(64)]
     found = []
@@ -104,6 +105,18 @@ def made_requests(job: dict[str, Any]) -> list[Request]:
         prompt = (head if i % 2 else []) + [rng.randrange(1000) for _ in range(rng.randint(20, 300))]
         parameters = SamplingParams(temperature=0.0, max_tokens=rng.randint(20, 200), ignore_eos=True)
         found.append(made_request(i, prompt, parameters, priority=i % 3))
+    return found + (continuations(found, rng) if job.get("continued") else [])
+
+
+def continuations(requests: list[Request], rng: random.Random) -> list[Request]:
+    """With all that was said before in the prompt, as the next turn of a conversation has it."""
+    from tests.vllm.symbolic import text_of  # here: it needs the plugin, which stock vLLM does without
+
+    found = []
+    for number, earlier in enumerate(requests, len(requests)):
+        said = text_of(earlier)[: earlier.num_prompt_tokens + earlier.max_tokens].tolist()
+        parameters = SamplingParams(temperature=0.0, max_tokens=rng.randint(20, 60), ignore_eos=True)
+        found.append(made_request(number, said + [rng.randrange(1000) for _ in range(20)], parameters))
     return found
 
 
@@ -340,16 +353,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     arriving = deque(made_requests(job))
     worker: Any = Worker(job.get("late", 3))
     if job.get("symbolic"):
-        # Here: they need the plugin, which stock vLLM does without.
-        from tests.vllm.store import WorkerBeside
-        from tests.vllm.symbolic import SymbolicWorker
-
-        worker_class = WorkerBeside if job.get("beside") else SymbolicWorker
-        if job.get("beside") == OFFLOADS:
-            from tests.vllm.offloaded import OffloadingWorker
-
-            worker_class = OffloadingWorker
-        worker = worker_class(
+        worker = symbolic_worker(job.get("beside"))(
             scheduler, list(arriving), BLOCK, job["seed"], clears_first=job.get("model_runner_v2", False)
         )
     schedule: list[Any] = []
@@ -391,6 +395,20 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "stalled": stalls.stalled,
         "beside_prompts": stalls.beside_prompts,
     } | worker.found()
+
+
+def symbolic_worker(beside: Any) -> Any:
+    """The class of the worker for what is beside kvpolicy's connector. Imported here: they need the plugin, which stock
+    vLLM does without, and the connectors of one version."""
+    if beside == OFFLOADS:
+        from tests.vllm.offloaded import OffloadingWorker as Worker
+    elif beside == OFFLOADS_CHUNKS:
+        from tests.vllm.offloading_connector import OffloadingConnectorWorker as Worker
+    elif beside:
+        from tests.vllm.store import WorkerBeside as Worker
+    else:
+        from tests.vllm.symbolic import SymbolicWorker as Worker
+    return Worker
 
 
 def drive(

@@ -65,7 +65,7 @@ class SymbolicWorker:
     ) -> None:
         self._scheduler, self._requests, self._faults, self._clears_first = scheduler, requests, faults, clears_first
         self._rng = random.Random(f"faults {seed} {rank}")
-        self._texts = {request.request_id: _text(request) for request in requests}
+        self._texts = {request.request_id: text_of(request) for request in requests}
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in _groups(scheduler)]
         self._chunks = [getattr(group.kv_cache_spec, "attention_chunk_size", None) for group in _groups(scheduler)]
         self._sizes = [group.kv_cache_spec.block_size for group in _groups(scheduler)]
@@ -264,7 +264,7 @@ class SymbolicWorker:
         return Transfer(job.copy_id, direction, ok, size, 1, size, False, 0, 0.0, 0.0, 0.0, "" if ok else "made up")
 
 
-def _text(request: Request) -> np.ndarray:
+def text_of(request: Request) -> np.ndarray:
     """The prompt and all that the request will ever say: its own words, so that no two texts are alike by chance."""
     rng = random.Random(f"text {request.request_id}")
     said = [rng.randrange(1, 1000) for _ in range(request.max_tokens + 1)]

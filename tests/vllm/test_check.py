@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,7 +27,7 @@ from kvpolicy_vllm.bench.models import make_tokenizer
 from kvpolicy_vllm.check import LIMIT_S, CheckReport, Group, check
 from tests.test_launch import run
 from tests.vllm import families, features
-from tests.vllm.harness import ROOT
+from tests.vllm.harness import ROOT, environment
 
 pytestmark = pytest.mark.scheduler
 
@@ -402,6 +404,20 @@ def test_a_connector_that_was_not_tested_is_told(
     assert bool(found["untested"]) == bool(words)
 
 
+@pytest.mark.feature("states beside a connector without groups", refused=True)
+def test_states_beside_a_connector_without_groups(process: EngineProcess, tmp_path: Path) -> None:
+    """By its code vLLM would end with "Failed to promote local KV cache specs" once it has loaded the weights, also
+    without kvpolicy. Windows it stores whole."""
+    families.skip_unless_served(families.FAMILIES["granite-4"])
+    flags = ("--dtype", "float32", "--kv-transfer-config", json.dumps(EXAMPLE))
+    found = asked(process, str(families.make("granite-4", tmp_path / "states")), *flags)
+    assert "ExampleConnector knows one KV cache group only" in found["refused"] and "states" in found["refused"]
+    assert found["groups"] == [] and found["helps"] == []
+    windows = asked(process, str(families.make("gpt-oss", tmp_path / "windows")), *flags)
+    assert windows["refused"] == windows["not_laid_out"] == ""
+    assert [group["kind"] for group in windows["groups"]] == ["FullAttentionSpec"]
+
+
 def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_path: Path) -> None:
     """A hybrid's attention block has the bytes of a state, so ranks without a head of their own need fewer tokens a
     block. Before, layers of several ranks were made as one rank's, and vLLM refused the state that did not fit."""
@@ -424,6 +440,21 @@ def test_the_command_ends_with_status_one_where_it_is_refused(
     assert run(*command, "--pipeline-parallel-size", "2") == 1
     assert "not served" in capsys.readouterr().out
     assert "pipeline parallelism" in json.loads(file.read_text())["refused"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_its_time_runs(model: str, tmp_path: Path) -> None:
+    """As a user runs it; the time itself is not judged here."""
+    file = tmp_path / "times.json"
+    command = [sys.executable, "benchmarks/check_time.py", model, "--runs", "1", "--json", str(file), "--"]
+    served, refused = (
+        subprocess.run([*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True)
+        for flags in (("--dtype", "float32"), ("-tp", "3"))
+    )
+    assert served.returncode == 0, served.stderr
+    check, importing = json.loads(file.read_text())
+    assert check["cpu_s"] > importing["cpu_s"] > 0
+    assert refused.returncode == 1 and "divisible" in refused.stderr
 
 
 def test_a_command_is_printed_only_once_it_is_checked(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.scheduler
 
 SEEDS = range(1, 5)
 OFFLOADING = "SimpleCPUOffloadConnector"
+CHUNKS = "OffloadingConnector"
 
 
 def beside(own: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
@@ -80,3 +81,49 @@ def test_every_position_is_right_beside_what_vllm_offloads(
         assert harness.total(result["stats"], "loaded_tokens") > 0
         for name in ("offloaded_loads", "offloaded_stores", "flushes"):
             assert result[name] > 0, name
+
+
+def beside_chunks(model: str, folder: Path, connector: str, layers: str, asynchronous: bool) -> list[dict[str, Any]]:
+    """Half of the requests go on where one of the others ended: they may load what was computed for it. ``connector``:
+    a class of :mod:`tests.vllm.offloading_connector`."""
+    skip_before_tables("what this test drives of it is")
+    other = {
+        "kv_connector": connector, "kv_connector_module_path": "tests.vllm.offloading_connector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+    }  # fmt: skip
+    more = {"asynchronous": asynchronous, "prefix_caching": True, "layers": layers, "requests": 40, "continued": True}
+    tried = job(model, **more, beside=CHUNKS)
+    tried["plugin"] = beside(harness.plugin("random:0.7"), other)
+    done: list[dict[str, Any]] = run_alone(tried, folder, INSTALLED)["runs"]
+    for result in done:
+        assert harness.total(result["stats"], "preemptions", executed="swap") > 5
+        assert harness.total(result["stats"], "loaded_tokens") > 0
+        for name in ("offloaded_loads", "offloaded_stores", "flushes"):
+            assert result[name] > 0, name
+    return done
+
+
+@pytest.mark.parametrize("layers", ["full", "full-window"])
+@modes
+def test_offloading_beside_another_load_stores_what_was_loaded(
+    asynchronous: bool, layers: str, model: str, tmp_path: Path
+) -> None:
+    """Why the plugin refuses OffloadingConnector: let in, it stores under a prompt's key what kvpolicy has loaded into
+    the block meanwhile, and who comes with that prompt reads it. Everything else is right: nothing is left behind, and
+    no token is lost. Should this fail some day, the connector can be let in."""
+    done = beside_chunks(model, tmp_path, "Offloading", layers, asynchronous)
+    assert sum(result["stored_wrong"] for result in done) > 0
+    assert any(result["wrong"] for result in done), "nobody has read what was stored wrong"
+    for result in done:
+        assert_right(result | {"wrong": []})
+
+
+@pytest.mark.parametrize("layers", ["full", "full-window"])
+@modes
+def test_offloading_that_is_told_of_every_load_is_right(
+    asynchronous: bool, layers: str, model: str, tmp_path: Path
+) -> None:
+    """The same with nothing changed but that: its scheduler side and kvpolicy's do not harm each other otherwise."""
+    for result in beside_chunks(model, tmp_path, "ToldOffloading", layers, asynchronous):
+        assert result["stored_wrong"] == 0
+        assert_right(result)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm import harness
+from tests.vllm import families, harness
 from tests.vllm.conftest import PLENTY, SCARCE, job
 from tests.vllm.test_connectors_beside import beside
 from tests.vllm.test_server import ROUNDS, by_label, complete, metrics, server, settled, wait_until
@@ -56,6 +56,10 @@ ENGINE = {
 }  # fmt: skip
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 DECODE_BENCH = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+
+
+WINDOWED = {"gpt-oss": 60, "gemma-4": 130}
+"""KV blocks that hold some of eight requests of 200 tokens, whose windows have block tables of their own."""
 
 
 def example(folder: Path) -> dict[str, Any]:
@@ -174,6 +178,46 @@ def test_beside_a_connector_that_makes_prompts_up(model: str, tmp_path: Path) ->
     harness.assert_nothing_left(result)
 
 
+def of_family(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Its model, and its engine arguments in the place of those of :data:`ENGINE`: states choose their block size."""
+    kind = families.FAMILIES[name]
+    families.skip_unless_served(kind)
+    return str(families.make(name, folder / "model")), {"block_size": None, "dtype": kind.dtype} | kind.engine
+
+
+@pytest.mark.feature("MultiConnector over several KV cache groups")
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt-oss",
+        "granite-4",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma-4", "llama-4")),
+    ],
+)
+def test_windows_and_states_beside_a_connector_that_makes_prompts_up(family: str, tmp_path: Path) -> None:
+    """Of one request alone: with states that connector writes to those of every request, whichever it is asked for."""
+    model, engine = of_family(family, tmp_path)
+    result = interrupted(model, DECODE_BENCH, CASES | FAILING, tmp_path, enable_prefix_caching=True, **engine)
+    assert tuple(result["groups"]) == families.FAMILIES[family].groups
+    assert_no_bit_changed(result)
+    failed = result["cases"]["its load fails"]
+    assert harness.total(failed["stats"], "fallbacks", reason="load_failed") == 1
+    assert len(failed["tokens"]) == OUTPUT
+    harness.assert_nothing_left(result)
+
+
+@pytest.mark.feature("windows stored whole")
+@pytest.mark.feature("beside ExampleConnector")
+def test_windows_beside_a_connector_without_groups(tmp_path: Path) -> None:
+    """For which vLLM stores windows whole, in one group: ExampleConnector stores and loads the prompt's."""
+    model, engine = of_family("gpt-oss", tmp_path)
+    result = interrupted(model, example(tmp_path / "stored"), CASES, tmp_path, **engine)
+    assert result["groups"] == ["FullAttentionSpec"]
+    assert list((tmp_path / "stored").iterdir()), "nothing was stored"
+    assert_no_bit_changed(result)
+    harness.assert_nothing_left(result)
+
+
 @pytest.mark.feature("beside LMCacheMPConnector")
 @pytest.mark.slow
 def test_beside_lmcache(model: str, tmp_path: Path, free_ports: tuple[int, int]) -> None:
@@ -214,6 +258,27 @@ def test_a_node_that_only_decodes(model: str, tmp_path: Path) -> None:
     harness.assert_nothing_left(result)
     for executed in ("swap", "recompute"):
         assert harness.total(result["stats"], "preemptions", executed=executed) >= 2
+
+
+@pytest.mark.feature("MultiConnector over several KV cache groups")
+@pytest.mark.parametrize("family", ["gpt-oss", pytest.param("gemma-4", marks=pytest.mark.slow)])
+def test_windows_on_a_node_that_only_decodes(family: str, tmp_path: Path) -> None:
+    """In memory for some of the requests, with more of them forced out: all come back by ours, as made up as before. A
+    recompute would have the prompt's real keys and values, as windows leave nothing of it in the prefix cache."""
+    model, own = of_family(family, tmp_path)
+    seats, requests = 8, harness.prompts(8, (129, 129), (70, 90), seed=4)
+    engine = own | {"max_num_seqs": seats, "max_num_batched_tokens": seats}
+    plenty, scarce = ({"num_gpu_blocks_override": blocks} for blocks in (800, WINDOWED[family]))
+    stock = {"kv_transfer_config": DECODE_BENCH}
+    reference = harness.run(job(model, requests, engine | plenty | stock, gaps=True), tmp_path)
+    plugin = beside(harness.plugin("always-swap"), DECODE_BENCH)
+    result = harness.run(job(model, requests, engine | scarce, scenario="harried", every=12, plugin=plugin), tmp_path)
+    harness.assert_exact(reference, result)
+    harness.assert_nothing_left(result)
+    stats = result["stats"]
+    assert harness.total(stats, "preemptions", cause="memory") >= 2
+    assert harness.total(stats, "preemptions", executed="swap") == harness.total(stats, "preemptions")
+    assert harness.total(stats, "loaded_tokens") > 0 and harness.total(stats, "fallbacks") == 0
 
 
 @pytest.mark.feature("beside NixlConnector")
