@@ -23,11 +23,12 @@ from kvpolicy.trace import Trace, from_rows, with_core
 from tests.synthetic import fitted_model, make_trace
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = os.pathsep.join(map(str, (ROOT, ROOT / "integrations")))
 FAMILIES = {"physics x trees", "physics alone", "trees alone", "raw boosting", "random forest", "linear"}
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PACKAGES, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
@@ -261,7 +262,7 @@ def test_overflow_matrix_compares_end_to_end_times_near_capacity(tmp_path: Path)
 
 def in_benchmarks(code: str) -> str:
     """What a script prints that imports from the benchmarks' folder."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{PACKAGES}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
