@@ -556,12 +556,18 @@ one = found(0.3, 8)
 print(one.arms, [round(one.ratio("CPU time", SWAP, over).value, 4) for over in (STOCK, DENSE)], one.missed())
 print(found(0.1, 0).missed())
 print([blocks_of(Request(0.0, 20, tokens)) for tokens in (12, 44, 108, 300)])
+kept = one.to_dict()
+print(len(kept["runs"]), kept["runs"][0] == {"start": 0, "arm": STOCK, "tok/s": 0.5, "CPU time": 4.0, "e2e": 0.6,
+      "TTFT": 0.5, "preemptions": {"recompute": 0, "swap": 0}, "recomputed_tokens": 0, "moved_bytes": 8})
+print(list(kept["ratios"]), round(kept["ratios"][f"{SWAP} over {DENSE}"]["CPU time"]["value"], 4))
 """
     pytest.importorskip("torch")
-    first, second, third = in_benchmarks(code).splitlines()
+    first, second, third, fourth, fifth = in_benchmarks(code).splitlines()
     assert first == "['vllm', 'retention None', 'always-swap'] [0.5, 0.6667] []"
     assert "'p / d is 0.1, should be at least 0.2', 'always-swap swapped nothing" in second
     assert third == "[2, 4, 7, 13]"
+    assert fourth == "9 True"
+    assert fifth == ("['retention None over vllm', 'always-swap over vllm', 'always-swap over retention None'] 0.6667")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from math import exp, log, sqrt
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+from scipy.stats import t as student
 
 from tests.test_environment import ROOT, tool
 
@@ -77,3 +82,73 @@ def test_a_column_of_its_own_has_those_that_found_anything() -> None:
     longer = row | {"output_tokens": 60, "far": 0, "far_survival": None}
     both = TABLES.drawn("<!-- survival: 50 60 -->\n\n", [row, longer]).splitlines()
     assert both[-1] == "| gpt-oss 20B, window of 128 | default | 50% (4) | 0.10 | 50% (4) | 0.10 | none |"
+
+
+# ---- what swaps gain ----
+
+
+def test_the_gain_of_swaps_is_that_of_the_runs() -> None:
+    """The page's from the file, and the file's ratios from its runs: means over a start's runs, then over starts."""
+    found = json.loads(TABLES.LIVE.read_text())
+    assert TABLES.with_live_block(PAGE, found) == PAGE and TABLES.text_of(found) == TABLES.LIVE.read_text()
+    assert {*TABLES.ARMS, "vllm", "retention None", "hybrid manager off"} == {run["arm"] for run in found["runs"]}
+    assert len({run["start"] for run in found["runs"]}) >= 3, "fewer starts have no interval"
+    for name, figures in found["ratios"].items():
+        arm, over = name.split(" over ")
+        for figure, ratio in figures.items():
+            logs = [by_start(found["runs"], arm, figure)[start] - by_start(found["runs"], over, figure)[start]
+                    for start in by_start(found["runs"], over, figure)]  # fmt: skip
+            assert ratio["value"] == pytest.approx(exp(fmean(logs)), rel=1e-4), (name, figure)
+            half_width = student.ppf(0.975, len(logs) - 1) * stdev(logs) / sqrt(len(logs))
+            assert ratio["high"] == pytest.approx(exp(fmean(logs) + half_width), rel=1e-4), (name, figure)
+
+
+def by_start(runs: list[dict[str, Any]], arm: str, figure: str) -> dict[int, float]:
+    """Mean logarithm of a figure."""
+    starts = {run["start"] for run in runs}
+    return {one: fmean(log(run[figure]) for run in runs if (run["arm"], run["start"]) == (arm, one)) for one in starts}
+
+
+def live(**changes: Any) -> dict[str, Any]:
+    """A run of the benchmark in which only always-swap is another; ``changes`` of it."""
+    arms = ("vllm", "retention None", "always-recompute", "always-swap")
+    same = {"value": 1.0, "low": 0.9, "high": 1.1}
+    pairs = [f"{arm} over vllm" for arm in arms[1:]] + [f"always-swap over {arm}" for arm in arms[1:3]]
+    ratios = {pair: dict.fromkeys(TABLES.FIGURES, same) for pair in pairs}
+    ratios["always-swap over vllm"] = {figure: {"value": 1.25, "low": 1.2, "high": 1.3} for figure in TABLES.FIGURES}
+    runs = [
+        {"start": start, "arm": arm, "tok/s": 600.0 + start, "preemptions": {"recompute": 3, "swap": 2},
+         "recomputed_tokens": 4000, "moved_bytes": 75_400_000}
+        for start in range(3) for arm in arms
+    ]  # fmt: skip
+    found = {
+        "asked": {"requests": 48, "minutes": 9.0}, "versions": {"vllm": "0.32.0"}, "machine": {"cores": 2},
+        "price_ratio": 0.381, "blocks": 171, "seconds": 540.0, "loads": [1.24, 3.16], "tokens": 153600, "ties": 0,
+        "wrong": 0, "runs": runs, "ratios": ratios,
+    }  # fmt: skip
+    return found | changes
+
+
+def test_the_block_says_what_ran_and_what_it_gave() -> None:
+    said = " ".join(TABLES.live_block(live()).split())
+    assert "With `--requests 48 --minutes 9` on 2 cores (vLLM 0.32.0, 171 blocks, p / d 0.38, 3 starts of every" in said
+    assert "load average 1.2 to 3.2, 9 minutes in all), every one of 153,600 tokens was the same." in said
+    assert (
+        "made 601 tokens/s and preempted 5 times, which recomputed 4,000 tokens; always-swap preempted 5 times" in said
+    )
+    assert "| plugin, always swap | 1.250 (1.200 to 1.300) | 1.250" in said
+    assert "best of vLLM's own settings, its defaults: 1.250 (1.200 to 1.300) of the tokens/s" in said
+    better = live()
+    better["ratios"]["retention None over vllm"]["tok/s"] = {"value": 1.02, "low": 0.9, "high": 1.1}
+    assert "own settings, retention `None`: 1.000 (0.900 to 1.100) of" in " ".join(TABLES.live_block(better).split())
+    odd = " ".join(TABLES.live_block(live(ties=2, wrong=1)).split())
+    assert "of 153,600 tokens 1 differed and 2 were ties" in odd
+    assert json.loads(TABLES.text_of(live())) == live()
+
+
+def test_a_page_without_its_block_is_refused() -> None:
+    with pytest.raises(SystemExit, match="should stand once"):
+        TABLES.with_live_block("<!-- live windows -->\nno end", live())
+    command = [sys.executable, ROOT / "tools" / "family_tables.py", "--live", "nowhere.json"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and refused.stderr.endswith("error: nowhere.json is no file\n")
