@@ -1,6 +1,6 @@
 """How well `kvpolicy profile --minutes N` spends its time: a recorded profile is replayed with less of it.
 
-    python benchmarks/profile_budget.py [--profile FOLDER]... [--minutes M ...] [--draws N] [--json FILE]
+    python benchmarks/profile_budget.py [--profile FOLDER]... [--minutes M ...] [--draws N] [--json FILE] [--page FILE]
 
 Every window of a recorded profile took some time, its set-up included. In a replay the code of `profile` says which of
 them it would have measured within so many minutes; `kvpolicy train` learns from these windows and their steps alone.
@@ -19,6 +19,7 @@ time is what the held-out preemptions cost with the model's choices over what th
 less 1. `train` needs 12 states; where there are fewer, an order has no model in that draw.
 
 An engine's start is as long as the shortest time between two engines of the profile. The profile has to be whole.
+``--page`` redraws the table that stands behind ``<!-- profile budget -->`` in a document, as docs/own-server.md.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,6 +119,8 @@ def judged(model: FittedModel, held_out: Sequence[State], states: Sequence[State
 # ---- tables ----
 
 HEAD = ["profile", "minutes", "states", "of", *ORDERS, "--minutes over random"]
+COMMENT = "<!-- profile budget -->"
+TABLE = re.compile(rf"{COMMENT}\n\n(?:\|.*\n)*")
 
 
 def table(results: Sequence[Found]) -> list[list[str]]:
@@ -131,6 +135,14 @@ def table(results: Sequence[Found]) -> list[list[str]]:
             ratio = ratio_text(limited, shuffled) if figure in KINDS else ""
             rows.append([some[0].profile, f"{some[0].minutes:g}", states, figure, *cells, ratio])
     return rows
+
+
+def drawn(page: str, results: Sequence[Found]) -> str:
+    """A document with its table anew. Raises InputError where it has none, or several."""
+    if len(TABLE.findall(page)) != 1:
+        raise InputError(f"`{COMMENT}` should stand once, with an empty line behind it")
+    lines = "".join(f"| {' | '.join(line)} |\n" for line in (HEAD, ["--"] * len(HEAD), *table(results)))
+    return TABLE.sub(lambda _: f"{COMMENT}\n\n{lines}", page)
 
 
 def mean_text(values: Sequence[float | None]) -> str:
@@ -151,20 +163,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, nargs="+", default=[0.6, 0.7, 0.8, 1.0, 2.0], metavar="M")
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--page", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if options.draws < 1 or not all(minutes > 0 for minutes in options.minutes):
         parser.error("--draws and --minutes should be above 0")
     try:
         results = [one for folder in options.profile or SHIPPED
                    for one in found_of(Profile.of(folder), options.minutes, options.draws)]  # fmt: skip
+        kept = rounded([one.to_dict() for one in results])
+        results = [Found(**one) for one in kept]
+        if options.page:
+            options.page.write_text(drawn(options.page.read_text(), results))
     except InputError as error:
         print(f"profile_budget: {error}", file=sys.stderr)
         return 2
     print("\n".join(aligned([HEAD, *table(results)])))
     print(f"{options.draws} draws of the same states; in brackets 95% over draws, which say nothing of other profiles")
     if options.json:
-        lines = ",\n".join(json.dumps(rounded(one.to_dict())) for one in results)
-        options.json.write_text(f"[\n{lines}\n]\n")
+        options.json.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     return 0
 
 

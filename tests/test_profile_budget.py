@@ -101,7 +101,9 @@ def of_core(table: pa.Table, core: str) -> pa.Table:
 def test_orders_are_compared_by_what_is_learned_from_them(tmp_path: Path) -> None:
     """Half a minute goes into the engine's start: no order measures the states that a model takes."""
     file = tmp_path / "out.json"
-    done = run("profile_budget.py", "--profile", str(SHIPPED), "--minutes", "0.5", "2", "--draws=3", f"--json={file}")
+    (page := tmp_path / "page.md").write_text("Before.\n\n<!-- profile budget -->\n\n| old |\n\nBehind.\n")
+    flags = ("--minutes", "0.5", "2", "--draws=3", f"--json={file}", f"--page={page}")
+    done = run("profile_budget.py", "--profile", str(SHIPPED), *flags)
     assert done.returncode == 0, done.stderr
     short, _, _, *long = json.loads(file.read_text())
     assert max(short["states"]) < 12 and short["recompute"] == [None] * 3
@@ -109,5 +111,21 @@ def test_orders_are_compared_by_what_is_learned_from_them(tmp_path: Path) -> Non
     for one in long:
         assert min(one["states"]) > 40 and all(0.0 < error < 0.5 for error in one["recompute"])
     assert "no model" in done.stdout and "--minutes over random" in done.stdout
+    lines = page.read_text().splitlines()
+    assert (
+        lines[4].startswith("| profile | minutes |") and lines[-2:] == ["", "Behind."] and len(lines) == 4 + 2 + 6 + 2
+    )
     refused = run("profile_budget.py", "--draws", "0")
     assert refused.returncode == 2 and "--draws and --minutes should be above 0" in refused.stderr
+
+
+def test_the_table_on_the_page_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    budget = import_module("profile_budget")
+    results = [budget.Found(**row) for row in json.loads((ROOT / "docs" / "profile-budget.json").read_text())]
+    page = (ROOT / "docs" / "own-server.md").read_text()
+    assert {one.profile for one in results} >= {folder.name for folder in budget.SHIPPED}
+    assert {len(one.states) for one in results} == {20} and budget.drawn(page, results) == page
+    for wrong in ("no table", f"{budget.COMMENT}\n| unspaced |\n"):
+        with pytest.raises(InputError, match="should stand once"):
+            budget.drawn(wrong, results)
