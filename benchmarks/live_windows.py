@@ -15,14 +15,16 @@ into ``--minutes``, two at least; intervals are over starts.
 
 Printed are p / d at the batch that ran (``kvpolicy/headroom.py``), from a recorded run under always-recompute, which
 should be at least 0.2, and ratios over unmodified vLLM and of always-swap over each arm. Tokens have to be the same,
-but for ties. Writes ``live_windows.json`` into DIR. Exits 1 where tokens differ, p / d is below 0.2, or always-swap
-preempted nobody or loaded nothing.
+but for ties. Writes ``live_windows.json`` into DIR: settings, figures of every run, and ratios. With ``python
+tools/family_tables.py --live DIR/live_windows.json`` it becomes that of docs/model-families.md. Exits 1 where tokens
+differ, p / d is below 0.2, or always-swap preempted nobody or loaded nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -35,6 +37,8 @@ from typing import Any
 from live_pairs import MIN_PRICE_RATIO, RECOMPUTE, SWAP, WARM_UP_REQUESTS, CachingArm
 
 from kvpolicy.evaluation.log_headroom import log_headroom
+from kvpolicy.hardware import describe
+from kvpolicy.json_values import rounded
 from kvpolicy.stats import Ratio, geometric_means, student_ratio
 from kvpolicy.study.report import aligned
 from kvpolicy.trace import read
@@ -43,11 +47,13 @@ from kvpolicy.workload.near_capacity import CONTEXT_TOKENS, at_once
 from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.live_scenarios import BLOCK_SIZE, HOST_GIB, compared, e2e_s
 from kvpolicy_vllm.bench.overload import STOCK, Arms, Run, Settings
+from kvpolicy_vllm.bench.resumed_inputs import versions
 
 WINDOW_TOKENS = 64
 LAYER_TYPES = ("sliding_attention", "full_attention")
 DENSE, WHOLE, GIVEN = "retention None", "hybrid manager off", "policy"
 MIN_STARTS = 2
+ASKED = ("minutes", "requests", "workloads", "memory_share", "policy", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,10 @@ class Found:
     runs: list[tuple[int, Run]] = field(default_factory=list)
     """Each with the number of its start."""
     comparison: Comparison = field(default_factory=Comparison)
+    loads: list[float] = field(default_factory=list)
+    """The machine's load average over a minute, before the first engine and after every start."""
+    seconds: float = 0.0
+    """That all of it took."""
 
     @property
     def arms(self) -> list[str]:
@@ -120,6 +130,23 @@ class Found:
 
         return student_ratio(means(arm), means(over))
 
+    def ratios(self) -> dict[str, dict[str, dict[str, float | None]]]:
+        """By arm and figure, over unmodified vLLM and, by the other arm, of always-swap."""
+        arms = [arm for arm in self.arms if arm != STOCK]
+        pairs = {f"{arm} over {STOCK}": (arm, STOCK) for arm in arms}
+        pairs |= {f"{SWAP} over {arm}": (SWAP, arm) for arm in arms if arm != SWAP}
+        return {
+            name: {figure: self.ratio(figure, *arms).to_dict() for figure in FIGURES} for name, arms in pairs.items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        comparison = self.comparison
+        return {
+            "price_ratio": self.price_ratio, "blocks": self.blocks, "seconds": self.seconds, "loads": self.loads,
+            "tokens": comparison.tokens, "ties": comparison.ties, "wrong": len(comparison.wrong),
+            "runs": [{"start": start} | row_of(run) for start, run in self.runs], "ratios": self.ratios(),
+        }  # fmt: skip
+
     def missed(self) -> list[str]:
         """What is not as it should be, in words."""
         missed = [] if self.comparison.exact else list(self.comparison.wrong[:3]) or ["too many ties"]
@@ -132,6 +159,14 @@ class Found:
 
 
 ORDER = (STOCK, DENSE, WHOLE, RECOMPUTE, SWAP, GIVEN)
+
+
+def row_of(run: Run) -> dict[str, Any]:
+    """The figures of a run, without its tokens."""
+    return {
+        "arm": run.arm, **{figure: take(run) for figure, take in FIGURES.items()}, "preemptions": dict(run.preemptions),
+        "recomputed_tokens": run.recomputed_tokens, "moved_bytes": run.moved_bytes,
+    }  # fmt: skip
 
 
 class Bench:
@@ -164,14 +199,17 @@ class Bench:
         ]  # fmt: skip
 
     def measured(self) -> Found:
-        began_s = time.monotonic()
+        began_s, load = time.monotonic(), os.getloadavg()[0]
         found = self._recorded()
+        found.loads.append(load)
         print(f"{self._blocks} blocks, p / d {found.price_ratio}; {found.sentence}", flush=True)
         start, longest_s = 0, 0.0
         while start < MIN_STARTS or time.monotonic() - began_s + longest_s < 60 * self._options.minutes:
             start_s = time.monotonic()
             self._start(start, found)
             longest_s = max(longest_s, time.monotonic() - start_s)
+            found.loads.append(os.getloadavg()[0])
+            found.seconds = time.monotonic() - began_s
             start += 1
             print(f"start {start} in {time.monotonic() - start_s:.0f} s", *table(found), sep="\n", flush=True)
         return found
@@ -234,17 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     found = Bench(options).measured()
-    ratios = {
-        f"{arm} over {over}: {figure}": found.ratio(figure, arm, over).to_dict()
-        for arm in found.arms
-        for over in {STOCK: [], SWAP: [name for name in found.arms if name != SWAP]}.get(arm, [STOCK])
-        for figure in FIGURES
-    }
-    written = {
-        "price_ratio": found.price_ratio, "blocks": found.blocks, "starts": len({start for start, _ in found.runs}),
-        "tokens": found.comparison.tokens, "ties": found.comparison.ties, "ratios": ratios,
-    }  # fmt: skip
-    (options.out / "live_windows.json").write_text(json.dumps(written, indent=1) + "\n")
+    asked = {name: getattr(options, name) for name in ASKED}
+    machine = {name: describe()[name] for name in ("processor", "cores")}
+    written = {"asked": asked, "versions": versions(), "machine": machine} | found.to_dict()
+    (options.out / "live_windows.json").write_text(json.dumps(rounded(written), indent=1) + "\n")
     missed = found.missed()
     print("\n".join(missed))
     return 1 if missed else 0

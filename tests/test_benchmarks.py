@@ -23,11 +23,12 @@ from kvpolicy.trace import Trace, from_rows, with_core
 from tests.synthetic import fitted_model, make_trace
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = os.pathsep.join(map(str, (ROOT, ROOT / "integrations")))
 FAMILIES = {"physics x trees", "physics alone", "trees alone", "raw boosting", "random forest", "linear"}
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PACKAGES, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
@@ -261,7 +262,7 @@ def test_overflow_matrix_compares_end_to_end_times_near_capacity(tmp_path: Path)
 
 def in_benchmarks(code: str) -> str:
     """What a script prints that imports from the benchmarks' folder."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{PACKAGES}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -555,12 +556,18 @@ one = found(0.3, 8)
 print(one.arms, [round(one.ratio("CPU time", SWAP, over).value, 4) for over in (STOCK, DENSE)], one.missed())
 print(found(0.1, 0).missed())
 print([blocks_of(Request(0.0, 20, tokens)) for tokens in (12, 44, 108, 300)])
+kept = one.to_dict()
+print(len(kept["runs"]), kept["runs"][0] == {"start": 0, "arm": STOCK, "tok/s": 0.5, "CPU time": 4.0, "e2e": 0.6,
+      "TTFT": 0.5, "preemptions": {"recompute": 0, "swap": 0}, "recomputed_tokens": 0, "moved_bytes": 8})
+print(list(kept["ratios"]), round(kept["ratios"][f"{SWAP} over {DENSE}"]["CPU time"]["value"], 4))
 """
     pytest.importorskip("torch")
-    first, second, third = in_benchmarks(code).splitlines()
+    first, second, third, fourth, fifth = in_benchmarks(code).splitlines()
     assert first == "['vllm', 'retention None', 'always-swap'] [0.5, 0.6667] []"
     assert "'p / d is 0.1, should be at least 0.2', 'always-swap swapped nothing" in second
     assert third == "[2, 4, 7, 13]"
+    assert fourth == "9 True"
+    assert fifth == ("['retention None over vllm', 'always-swap over vllm', 'always-swap over retention None'] 0.6667")
 
 
 @pytest.mark.parametrize(

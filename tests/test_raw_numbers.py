@@ -1,4 +1,4 @@
-"""Figures on pages are those of the raw numbers: docs/published-results.json and docs/family-survival.json."""
+"""Figures on pages are those of the raw numbers of docs/published-results.json, and no raw numbers name a folder."""
 
 from __future__ import annotations
 
@@ -190,40 +190,6 @@ def test_every_script_is_in_the_file_and_another_is_refused() -> None:
     for given in ("other=a.json", "published_sheets=nowhere.json"):
         refused = subprocess.run([*command, given], capture_output=True, text=True, check=False)
         assert refused.returncode == 2 and f"error: {given}: " in refused.stderr
-
-
-# ---- survival by a model's layers ----
-
-WITHOUT_LIMIT = ("llama-3.1-8b", "deepseek-v3")
-"""Of which nobody goes past a window, a chunk or a block of states."""
-SETTINGS = {"default": "default", "retention None": "retention `None`", "hybrid manager off": "hybrid manager off"}
-
-
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f}%"
-
-
-def survival_rows() -> Iterator[str]:
-    """Of each model and setting, its row with outputs of 300 and 1,000, and that with 3,000, from the setting on."""
-    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for one in json.loads((DOCS / "family-survival.json").read_text()):
-        found.setdefault((one["model"], one["setting"]), {})[one["output_tokens"]] = one
-    for (model, setting), of in found.items():
-        cells = {
-            tokens: [f"{percent(one['survival'])} ({one['preemptions']})", f"{one['tax']:.2f}"]
-            for tokens, one in of.items()
-        }
-        gone = {} if model in WITHOUT_LIMIT else {tokens: one for tokens, one in of.items() if one["far"]}
-        far = {tokens: [f"{percent(one['far_survival'])} ({one['far']})"] for tokens, one in gone.items()}
-        yield f"| {' | '.join([SETTINGS[setting], *cells[300], *cells[1000], *far.get(1000, [])])} |"
-        hits = [*far[3000], str(of[3000]["far_with_hits"])] if 3000 in far else []
-        yield f"| {' | '.join([SETTINGS[setting], *cells[3000], *hits])} |"
-
-
-def test_survival_on_the_page_is_that_of_the_file() -> None:
-    page, rows = (DOCS / "model-families.md").read_text(), list(survival_rows())
-    assert len(rows) >= 12
-    assert [one for one in rows if one not in page] == []
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DOCS.glob("*.json")))

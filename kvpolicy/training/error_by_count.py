@@ -38,7 +38,8 @@ def error_by_count(
     examples, floors = expected_examples_of(held_out), noise_floors([*states, *held_out])
     rows = []
     for count in counts:
-        errors = [_errors(predict(spread(states, count, rng)), examples, floors) for _ in range(draws if count else 1)]
+        drawn = (spread(states, count, rng) for _ in range(draws if count else 1))
+        errors = [mean_errors(predict(some), examples, floors) for some in drawn]
         rows.append(
             ErrorByCount(
                 count,
@@ -50,9 +51,10 @@ def error_by_count(
     return tuple(rows)
 
 
-def _errors(
+def mean_errors(
     model: FittedModel, examples: Mapping[Kind, Sequence[Example]], floors: Mapping[Kind, float]
 ) -> dict[Kind, float]:
+    """Mean |log(measured / predicted)| over the ``examples``, by option. ``floors``: noise floors, seconds."""
     return {
         kind: sum(
             abs(log_miss(example.engine_s, model.seconds(kind, example.x), floors[kind])) for example in examples[kind]

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy_vllm.bench.budget import Budget, after, coarse_first, in_time, making_up, next_part
+from kvpolicy_vllm.bench.budget import (
+    Budget,
+    after,
+    coarse_first,
+    in_time,
+    in_turn,
+    making_up,
+    next_job,
+    next_part,
+)
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.profile_parts import QUICK, Part, parts_of
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
@@ -93,6 +102,48 @@ def test_time_is_shared_among_the_parts_that_follow() -> None:
     assert budget.over, "an engine would start and measure nothing"
     unlimited = Budget.of(None, lambda: now_s[0])
     assert unlimited.share_end_s(3) is None and not unlimited.over and not unlimited.limited
+
+
+def test_what_an_engine_takes_besides_is_the_largest_so_far() -> None:
+    now_s = [100.0]
+    budget = Budget.of(10.0, lambda: now_s[0])
+    budget.learn(start_s=40.0, measured_s=35.0)
+    assert budget.overhead_s == 25.0
+    budget.learn(start_s=90.0, measured_s=2.0)
+    assert budget.overhead_s == 25.0
+
+
+def test_page_locked_memory_comes_first_where_time_is_limited() -> None:
+    parts = parts_of(QUICK, device=True)
+    unlimited, limited = (Budget.of(minutes, lambda: 0.0) for minutes in (None, 5.0))
+    assert in_turn(parts, unlimited) == parts
+    pinned = [part for part in parts if part.pin_memory]
+    assert list(in_turn(parts, limited)[: len(pinned)]) == pinned and len(pinned) < len(parts)
+
+
+def test_jobs_follow_until_all_is_measured_or_the_time_is_over() -> None:
+    """Of QUICK's parts, two block sizes in two passes; the first leaves out a state."""
+    now_s = [0.0]
+    parts, done, missing = parts_of(QUICK, device=False), dict[str, str](), {STATES[3].state_id: 1}
+
+    def following(minutes: float | None, left_out: dict[str, int]) -> tuple[str, Job] | None:
+        budget = Budget.of(None if minutes is None else minutes - now_s[0] / 60, lambda: now_s[0])
+        turn = next_job(parts, QUICK.passes, lambda part: JOB, done, left_out, budget)
+        return turn and (turn[0].name, turn[1])
+
+    assert following(None, {}) == (parts[0].name, JOB), "without a limit nothing is put in another order"
+    name, job = following(4.0, {}) or ("", JOB)
+    assert (name, job.end_s, job.in_order) == (parts[0].name, 120.0, True), "half of the time: another part follows"
+    assert job.states == coarse_first(STATES)
+    done[name], now_s[0] = "core", 60.0
+    name, job = following(4.0, missing) or ("", JOB)
+    assert (name, job.end_s, job.states[0]) == (parts[1].name, 240.0, STATES[3])
+    now_s[0] = 240.0
+    assert following(4.0, missing) is None, "the time is over"
+    done |= {part.name: "core" for part in parts}
+    assert following(None, {}) is None, "all is measured"
+    name, job = following(None, missing) or ("", JOB)
+    assert name == Part.of(QUICK.passes, 32, True).name and job.requested == missing
 
 
 @pytest.mark.parametrize("job", [JOB, in_time(JOB, 5.0, {}), making_up(JOB, {"b32-001": 2})])

@@ -43,6 +43,10 @@ class Budget:
         """When the next of ``parts`` parts should end, which share what is left; None without a limit."""
         return self.clock() + (self.end_s - self.clock()) / parts if self.limited else None
 
+    def learn(self, start_s: float, measured_s: float) -> None:
+        """Of a part that began at ``start_s``, ends now, and spent ``measured_s`` on its states."""
+        self.overhead_s = max(self.overhead_s, self.clock() - start_s - measured_s)
+
 
 def coarse_first(states: Sequence[State]) -> tuple[State, ...]:
     """The shortest victim, the longest, the one in the middle, and so on: states measured so far are spread evenly."""
@@ -79,6 +83,34 @@ def after(left_out: Mapping[str, int], job: Job, found: Mapping[str, int]) -> di
     """What is left out once the job has left out ``found``, by state."""
     before = {state_id: count for state_id, count in left_out.items() if state_id not in (job.wanted or ())}
     return {state_id: before.get(state_id, 0) + found.get(state_id, 0) for state_id in sorted({*before, *found})}
+
+
+def in_turn(parts: Sequence[Part], budget: Budget) -> tuple[Part, ...]:
+    """The parts in the order in which they are measured: page-locked memory first where time is limited, as a server
+    serves over it unless it is told not to."""
+    return tuple(sorted(parts, key=lambda part: budget.limited and not part.pin_memory))
+
+
+def next_job(
+    parts: Sequence[Part],
+    passes: int,
+    job_of: Callable[[Part], Job],
+    done: Mapping[str, str],
+    left_out: Mapping[str, int],
+    budget: Budget,
+) -> tuple[Part, Job] | None:
+    """The next part and its job: with an end where time is limited, and in a further pass only what was left out. None
+    if all is measured, or the time is over. ``job_of``: the whole job of a part."""
+    part = next_part(parts, passes, done, left_out)
+    if part is None or (done and budget.over):
+        return None
+    job = job_of(part)
+    if part.number >= passes:
+        job = making_up(job, left_out)
+    if not budget.limited and not left_out:
+        return part, job
+    beside = [one for one in parts if one.number == part.number and one.name not in done]
+    return part, in_time(job, budget.share_end_s(max(1, len(beside))), left_out)
 
 
 def next_part(parts: Sequence[Part], passes: int, done: Mapping[str, str], left_out: Mapping[str, int]) -> Part | None:

@@ -9,21 +9,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.errors import InputError, KVPolicyError
-from kvpolicy.trace import Row, window_row
+from kvpolicy.trace import Row
+from kvpolicy_vllm.bench.measurement import Arm, Window
 from kvpolicy_vllm.bench.request_blocks import RequestBlocks
 from kvpolicy_vllm.bench.states import State, free_blocks_for, running_for, waiting_prompt_tokens
 from kvpolicy_vllm.bench.tool_copies import ToolCopies
 from kvpolicy_vllm.plugin.engine_config import why_not_priced
-
-Arm = Literal["none", "recompute", "swap"]
-ARMS: tuple[Arm, ...] = ("none", "recompute", "swap")
 
 WINDOW_TOKENS = 4
 """Tokens the victim emits before its window ends."""
@@ -35,37 +32,6 @@ OUTPUT_TOKENS = 100_000
 
 class WindowError(KVPolicyError, RuntimeError):
     """The engine did not reach the situation that a window needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """One measured window: its row in table ``windows``, and what later windows need."""
-
-    state_id: str
-    arm: str
-    repeat: int
-    cause: str
-    first_step: int
-    last_step: int
-    duration_s: float
-    preemption_id: str | None
-    discarded: str
-    """Why the window is discarded; empty where it counts."""
-    steps_out: int = 0
-    """Steps in which the victim was not in the batch."""
-
-    def row(self) -> Row:
-        return window_row(
-            state_id=self.state_id,
-            arm=self.arm,
-            repeat=self.repeat,
-            cause=self.cause,
-            first_step=self.first_step,
-            last_step=self.last_step,
-            duration_s=self.duration_s,
-            preemption_id=self.preemption_id,
-            discarded=self.discarded,
-        )
 
 
 class WindowDriver:
@@ -126,6 +92,10 @@ class WindowDriver:
             )
         finally:
             self._clear()
+
+    def record(self, row: Row) -> None:
+        """Write the row of a window into the trace."""
+        self.controller.recorder.add("windows", row)
 
     # ---- what a scene needs ----
 

@@ -19,8 +19,8 @@ from typing import Any
 from kvpolicy.trace import window_row
 from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.job import Noise
-from kvpolicy_vllm.bench.measure_engine import NOISE_STEPS, NOISE_WINDOWS
 from kvpolicy_vllm.bench.measured_window import WindowDriver
+from kvpolicy_vllm.bench.measurement import NOISE_STEPS, NOISE_WINDOWS
 from kvpolicy_vllm.bench.reach import Load, ServedRun
 from kvpolicy_vllm.bench.serve_engine import Serving
 from kvpolicy_vllm.bench.serve_job import ServedJob

@@ -22,6 +22,8 @@ from kvpolicy_vllm.bench.states import Span, State, check_states, grid
 from kvpolicy_vllm.plugin.settings import Settings
 
 MIN_TOKENS = 64
+PASS_REPEATS = 100
+"""Numbers of repeats that a pass has to itself."""
 MAX_HOST_GIB = 4.0
 PAGEABLE = "-pageable"
 """Suffix of the ids of states whose copies use memory that is not page-locked: their costs differ."""
@@ -168,7 +170,7 @@ class Rig:
             checks=checks,
             check_pairs=self.extent.check_pairs,
             repeats=self.extent.repeats,
-            first_repeat=part.number * 100,
+            first_repeat=part.number * PASS_REPEATS,
             seed=self.seed,
             max_extra=self.extent.max_extra,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvpolicy.errors import InputError
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, SERVED, TIMELINE, state_id
-from kvpolicy_vllm.bench.profile_parts import Extent, Part
+from kvpolicy_vllm.bench.profile_parts import PASS_REPEATS, Extent, Part
 from kvpolicy_vllm.bench.states import State, running_for
 
 DECODED_TOKENS = 4
@@ -271,7 +271,7 @@ def runs_of(reach: Reach, figure: str, number: int, seed: int) -> list[ServedRun
     )
     assert figure in (MEMORY, TIMELINE), figure
     return [
-        ServedRun(state_id(figure, level), level, arm, number * 100 + repeat)
+        ServedRun(state_id(figure, level), level, arm, number * PASS_REPEATS + repeat)
         for repeat in range(repeats)
         for level in rng.sample(levels, len(levels))
         for arm in rng.sample(ARMS, len(ARMS))

@@ -28,7 +28,7 @@ from kvpolicy.training import train
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.budget import Budget
 from kvpolicy_vllm.bench.job import Job
-from kvpolicy_vllm.bench.profile_parts import Extent, Rig
+from kvpolicy_vllm.bench.profile_parts import PASS_REPEATS, Extent, Rig
 from kvpolicy_vllm.bench.reach import (
     ARMS,
     DECODED_TOKENS,
@@ -239,7 +239,7 @@ def study_job(rig: Rig, reach: Reach, step: Step, folder: Path) -> Job:
         checks=(states[0], states[0]),
         check_pairs=0,
         repeats=reach.repeats,
-        first_repeat=part.number * 100,
+        first_repeat=part.number * PASS_REPEATS,
         seed=rig.seed,
         max_extra=1,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,12 +23,12 @@ from kvpolicy.settings import Measurement
 from kvpolicy.stored_values import read_json
 from kvpolicy.trace import Header
 from kvpolicy_vllm import launch
-from kvpolicy_vllm.bench.budget import Budget, after, in_time, making_up, next_part
+from kvpolicy_vllm.bench.budget import Budget, after, in_turn, next_job
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.engine_run import WindowProgress, run_engine
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.own_server import OwnServer, named_model
-from kvpolicy_vllm.bench.profile_parts import Extent, Part, Rig, extent_of, model_length, parts_of
+from kvpolicy_vllm.bench.profile_parts import Extent, Rig, extent_of, model_length, parts_of
 from kvpolicy_vllm.bench.profile_results import LeftOut, ProfileReport, finish_profile
 from kvpolicy_vllm.bench.progress import Bar
 
@@ -62,16 +62,14 @@ def profile(
     left_out = _read_plan(out / PLAN).get("left_out", {})
     with scratch_of(out) as scratch, progress_reporter(progress) as tell:
         rig = prepare(scratch, how, extent, is_made=is_made)
-        parts = parts_of(rig.extent, rig.device)
-        if budget.limited:  # what a server needs first: it serves over page-locked memory unless it is told not to
-            parts = tuple(sorted(parts, key=lambda part: not part.pin_memory))
-        while part := next_part(parts, rig.extent.passes, done, left_out):
-            if done and budget.over:
-                break
+        parts = in_turn(parts_of(rig.extent, rig.device), budget)
+        while turn := next_job(
+            parts, rig.extent.passes, lambda part: rig.job(part, scratch / part.name), done, left_out, budget
+        ):
+            part, job = turn
             folder = scratch / part.name
             folder.mkdir()
             tell_part = partial(tell, f"{part.name} ({len(done) + 1} of {max(len(parts), len(done) + 1)})")
-            job = _job_in_time(rig, part, folder, parts, done, left_out, budget)
             try:
                 measured = measure_in_time(job, out, folder, part.name, tell_part, budget)
             except NothingMeasured as nothing:
@@ -84,25 +82,6 @@ def profile(
             write_plan(out, {"asked": arguments, "done": done, **asdict(missing)})
     missing = LeftOut(left_out, tuple(part.name for part in parts if part.name not in done))
     return finish_profile(out, list(done.values()), missing)
-
-
-def _job_in_time(
-    rig: Rig,
-    part: Part,
-    folder: Path,
-    parts: Sequence[Part],
-    done: Mapping[str, str],
-    left_out: Mapping[str, int],
-    budget: Budget,
-) -> Job:
-    """The part's job: in a further pass only what was left out, and with an end where time is limited."""
-    job = rig.job(part, folder)
-    if part.number >= rig.extent.passes:
-        job = making_up(job, left_out)
-    if not budget.limited and not left_out:
-        return job
-    beside = [one for one in parts if one.number == part.number and one.name not in done]
-    return in_time(job, budget.share_end_s(max(1, len(beside))), left_out)
 
 
 def prepare(
@@ -259,7 +238,7 @@ def measure_in_time(job: Job, out: Path, folder: Path, name: str, tell: WindowPr
         return entries | ({"left_out": result["left_out"]} if result["left_out"] else {})
 
     core = run_engine(MEASURING, job.to_dict(), out, folder, name, tell, noise_entries)
-    budget.overhead_s = max(budget.overhead_s, budget.clock() - start_s - found["measured_s"])
+    budget.learn(start_s, found["measured_s"])
     return MeasuredPart(core, found["left_out"])
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvpolicy_vllm.bench.job import Job as MeasuringJob
-from kvpolicy_vllm.bench.measure_engine import Measurement
-from kvpolicy_vllm.bench.measured_window import Window
+from kvpolicy_vllm.bench.measurement import Measurement, Window
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
 
 
@@ -19,10 +18,9 @@ class TimedDriver:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.windows: list[tuple[str, str]] = []
-        self.controller = self.recorder = self
 
-    def add(self, table: str, row: dict[str, Any]) -> None:
-        """As a recorder does."""
+    def record(self, row: dict[str, Any]) -> None:
+        """Nobody reads it."""
 
     def measure(self, state: State, arm: str, repeat: int, attempt: int = 0, pause: int = 1) -> Window:
         self.now_s += 10.0

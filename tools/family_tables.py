@@ -1,0 +1,199 @@
+"""Write the figures of docs/model-families.md from their raw numbers: `python tools/family_tables.py [--live FILE]`.
+
+docs/family-survival.json is what `benchmarks/family_survival.py` writes with `--json`. A table stands behind
+`<!-- survival: TOKENS ... -->`, mean tokens of output, and is redrawn as a whole.
+
+docs/live-windows.json is what `benchmarks/live_windows.py` writes; FILE takes its place. What stands between
+`<!-- live windows -->` and `<!-- live windows: end -->` is redrawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvpolicy.stats import Ratio
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, SURVIVAL = ROOT / "docs" / "model-families.md", ROOT / "docs" / "family-survival.json"
+COMMENT = "<!-- survival:"
+TABLE = re.compile(rf"{COMMENT} (?P<outputs>[\d ]+) -->\n\n(?:\|.*\n)*")
+MODELS = {
+    "llama-3.1-8b": "Llama 3.1 8B, full attention",
+    "mistral-7b-v0.1": "Mistral 7B v0.1, window of 4,096 alone",
+    "gpt-oss-20b": "gpt-oss 20B, window of 128",
+    "gemma-3-12b": "Gemma 3 12B, window of 1,024",
+    "gemma-4-31b": "Gemma 4 31B, window of 1,024, blocks of 16 and 32",
+    "llama-4-scout": "Llama 4 Scout, chunks of 8,192",
+    "granite-4-h-small": "Granite 4 H Small, states, blocks of 528",
+    "nemotron-h-8b": "Nemotron-H 8B, states, blocks of 528",
+    "qwen3-next-80b-a3b": "Qwen3-Next 80B-A3B, states, blocks of 544",
+    "deepseek-v3": "DeepSeek V3, latent KV",
+}
+"""By the names of `benchmarks/family_survival.py`, in the order of the page."""
+UNLIMITED = ("llama-3.1-8b", "deepseek-v3")
+"""Of which nobody goes past a window, a chunk or a block of states."""
+LIVE = ROOT / "docs" / "live-windows.json"
+BLOCK = re.compile(r"<!-- live windows -->\n.*?<!-- live windows: end -->", re.DOTALL)
+STOCK, RECOMPUTE, SWAP = "vllm", "always-recompute", "always-swap"
+ARMS = {RECOMPUTE: "plugin, always recompute", SWAP: "plugin, always swap"}
+FIGURES = {"tok/s": "tokens/s", "CPU time": "CPU time", "e2e": "mean end to end", "TTFT": "mean time to first token"}
+WIDTH = 120
+SETTINGS = {"default": "default", "retention None": "retention `None`", "hybrid manager off": "hybrid manager off"}
+Row = Mapping[str, Any]
+
+
+# ---- what survives ----
+
+
+def drawn(page: str, rows: Sequence[Row]) -> str:
+    """The page with its tables of survival anew. Raises SystemExit for a comment without tokens or without an empty
+    line behind it, and for one whose outputs were not measured."""
+    if len(TABLE.findall(page)) != page.count(COMMENT):
+        raise SystemExit(f"{PAGE.name}: every `{COMMENT} ... -->` should name tokens and have an empty line behind it")
+    return TABLE.sub(lambda found: table(found["outputs"], rows), page)
+
+
+def table(outputs: str, rows: Sequence[Row]) -> str:
+    tokens = [int(one) for one in outputs.split()]
+    lines = [heads(tokens), *survival_rows(tokens, rows)]
+    if len(lines) == 1:
+        raise SystemExit(f"{PAGE.name}: {SURVIVAL.name} has no rows with outputs of {outputs}")
+    lines.insert(1, ["--"] * len(lines[0]))
+    return f"{COMMENT} {outputs} -->\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def heads(tokens: Sequence[int]) -> list[str]:
+    measured = [head for count in tokens for head in (f"survival, outputs of {count:,}", "tax")]
+    if len(tokens) == 1:
+        return ["model", "setting", *measured, "of those that had gone far", "of which found anything"]
+    return ["model", "setting", *measured, "of those that had generated more than a window"]
+
+
+def survival_rows(tokens: Sequence[int], rows: Sequence[Row]) -> Iterator[list[str]]:
+    """A row for each model and setting that was measured with all these outputs. Of those that went far: with the
+    longest ones, and how many of them found anything only where there is one column of outputs."""
+    found = {(row["model"], row["setting"], row["output_tokens"]): row for row in rows}
+    for model, title in MODELS.items():
+        for setting, words in SETTINGS.items():
+            of = [found[key] for count in tokens if (key := (model, setting, count)) in found]
+            if len(of) < len(tokens):
+                continue
+            cells = [cell for row in of for cell in (share(row["survival"], row["preemptions"]), f"{row['tax']:.2f}")]
+            hits = [str(of[-1]["far_with_hits"]) if of[-1]["far"] and model not in UNLIMITED else ""]
+            yield [title, words, *cells, far(of[-1], model), *(hits if len(tokens) == 1 else [])]
+            title = ""
+
+
+def far(row: Row, model: str) -> str:
+    if model in UNLIMITED:
+        return ""
+    return share(row["far_survival"], row["far"]) if row["far"] else "none"
+
+
+def share(value: float, count: int) -> str:
+    return f"{100 * value:.0f}% ({count})"
+
+
+# ---- what swaps gain ----
+
+
+def live_block(found: Mapping[str, Any]) -> str:
+    """What the page says of a run of `benchmarks/live_windows.py`."""
+    arms = [arm for arm in dict.fromkeys(run["arm"] for run in found["runs"]) if arm != STOCK]
+    order = [arm for arm in (*SETTINGS, *ARMS) if arm in arms]
+    lines = [["over unmodified vLLM", *FIGURES.values()], ["--"] * (1 + len(FIGURES))]
+    lines += [[title(arm), *(text(found, arm, STOCK, figure) for figure in FIGURES)] for arm in order]
+    best = best_of_vllm(found, [arm for arm in order if arm in SETTINGS])
+    over = [
+        f"{name}: {text(found, SWAP, arm, 'tok/s')} of the tokens/s, {text(found, SWAP, arm, 'e2e')} of the mean "
+        "end-to-end time"
+        for name, arm in (
+            ("Swapping over recomputing by the same plugin", RECOMPUTE),
+            (f"over the best of vLLM's own settings, {title(best)}", best),
+        )
+    ]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    end = "<!-- live windows: end -->"
+    return (
+        f"<!-- live windows -->\n\n{filled(setting_words(found))}\n\n{table}\n{filled('; '.join(over) + '.')}\n\n{end}"
+    )
+
+
+def setting_words(found: Mapping[str, Any]) -> str:
+    asked, tokens = found["asked"], f"{found['tokens']:,}"
+    same = f"every one of {tokens} tokens was the same"
+    if found["ties"] or found["wrong"]:
+        same = f"of {tokens} tokens {found['wrong']} differed and {found['ties']} were ties"
+    stock, swap = (means(found["runs"], arm) for arm in (STOCK, SWAP))
+    return (
+        f"With `--requests {asked['requests']} --minutes {asked['minutes']:g}` on {found['machine']['cores']} cores "
+        f"(vLLM {found['versions']['vllm']}, {found['blocks']} blocks, p / d {found['price_ratio']:.2f}, "
+        f"{len({run['start'] for run in found['runs']})} starts of every arm, load average "
+        f"{min(found['loads']):.1f} to {max(found['loads']):.1f}, {found['seconds'] / 60:.0f} minutes in all), {same}. "
+        f"Unmodified vLLM made {stock['tok/s']:.0f} tokens/s and preempted {stock['preempted']:.0f} times, which "
+        f"recomputed {stock['recomputed_tokens']:,.0f} tokens; always-swap preempted {swap['preempted']:.0f} times and "
+        f"moved {swap['moved_bytes'] / 1e6:.0f} MB. Geometric means over starts, in brackets 95% intervals:"
+    )
+
+
+def means(runs: Sequence[Row], arm: str) -> dict[str, float]:
+    """Arithmetic ones, over the runs of an arm."""
+    some = [run | {"preempted": sum(run["preemptions"].values())} for run in runs if run["arm"] == arm]
+    return {
+        name: fmean(run[name] for run in some) for name in ("tok/s", "preempted", "recomputed_tokens", "moved_bytes")
+    }
+
+
+def best_of_vllm(found: Mapping[str, Any], settings: Sequence[str]) -> str:
+    """Of these settings and the defaults the one with the most tokens/s."""
+    rates = {arm: found["ratios"][f"{arm} over {STOCK}"]["tok/s"]["value"] for arm in settings}
+    return max([STOCK, *rates], key=lambda arm: rates.get(arm, 1.0))
+
+
+def title(arm: str) -> str:
+    return "its defaults" if arm == STOCK else ARMS.get(arm) or SETTINGS[arm]
+
+
+def text(found: Mapping[str, Any], arm: str, over: str, figure: str) -> str:
+    starts = len({run["start"] for run in found["runs"]})
+    return Ratio(**found["ratios"][f"{arm} over {over}"][figure], pairs=starts).text()
+
+
+def filled(words: str) -> str:
+    return textwrap.fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def with_live_block(page: str, found: Mapping[str, Any]) -> str:
+    """The page with that block anew. Raises SystemExit where it has none, or several."""
+    if len(BLOCK.findall(page)) != 1:
+        raise SystemExit(f"{PAGE.name}: `<!-- live windows -->` should stand once, with `<!-- live windows: end -->`")
+    return BLOCK.sub(lambda _: live_block(found), page)
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    """The JSON, a line for every entry and every run."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items() if name != "runs"]
+    runs = ",\n".join(map(json.dumps, found["runs"]))
+    return "{\n" + ",\n".join(lines) + f',\n"runs": [\n{runs}\n]\n' + "}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--live", type=Path, metavar="FILE", help="what benchmarks/live_windows.py wrote")
+    live = parser.parse_args().live
+    if live is not None and not live.is_file():
+        parser.error(f"{live} is no file")
+    found = json.loads((live or LIVE).read_text())
+    PAGE.write_text(with_live_block(drawn(PAGE.read_text(), json.loads(SURVIVAL.read_text())), found))
+    LIVE.write_text(text_of(found))
+
+
+if __name__ == "__main__":
+    main()
