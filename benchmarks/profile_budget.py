@@ -11,7 +11,8 @@ Orders of the same measurements at the same cost in time:
 --minutes   as `profile --minutes` has it: shares of the time for block sizes, the shortest and the longest victim
             first, then the middle of every gap
 random      the same shares, states in uniformly random order
-grid        one engine after the other, as without a limit, states in the order of the grid, until the time is over
+grid        one engine after the other, as without a limit, states in the order of their names, until the time is
+            over: it goes through all lengths, so that it is one more order that does not begin with the ends
 
 A draw holds some states out, as `train` does, and draws the random order; the others are what there is to measure.
 Errors are mean |log(measured / predicted)| over the states held out, with the noise floors of the whole profile. Lost
@@ -120,7 +121,7 @@ def judged(model: FittedModel, held_out: Sequence[State], states: Sequence[State
 
 HEAD = ["profile", "minutes", "states", "of", *ORDERS, "--minutes over random"]
 COMMENT = "<!-- profile budget -->"
-TABLE = re.compile(rf"{COMMENT}\n\n(?:\|.*\n)*")
+TABLE = re.compile(rf"{COMMENT}\n\n(?:(?:\|.*\n)+\n?)?")
 
 
 def table(results: Sequence[Found]) -> list[list[str]]:
@@ -142,7 +143,7 @@ def drawn(page: str, results: Sequence[Found]) -> str:
     if len(TABLE.findall(page)) != 1:
         raise InputError(f"`{COMMENT}` should stand once, with an empty line behind it")
     lines = "".join(f"| {' | '.join(line)} |\n" for line in (HEAD, ["--"] * len(HEAD), *table(results)))
-    return TABLE.sub(lambda _: f"{COMMENT}\n\n{lines}", page)
+    return TABLE.sub(lambda _: f"{COMMENT}\n\n{lines}\n", page)
 
 
 def mean_text(values: Sequence[float | None]) -> str:

@@ -74,6 +74,12 @@ def test_a_comment_that_no_table_can_follow_is_refused(comment: str, said: str) 
         TABLES.drawn(comment, ROWS)
 
 
+def test_rows_of_the_page_do_not_go_for_want_of_numbers() -> None:
+    with pytest.raises(SystemExit, match="should have rows of gpt-oss-20b, which"):
+        TABLES.refuse_partial([row for row in ROWS if row["model"] != "gpt-oss-20b"])
+    TABLES.refuse_partial(ROWS)
+
+
 def test_a_column_of_its_own_has_those_that_found_anything() -> None:
     row = {"model": "gpt-oss-20b", "setting": "default", "output_tokens": 50, "preemptions": 4, "survival": 0.5,
            "far": 2, "far_survival": 0.25, "far_with_hits": 1, "tax": 0.1}  # fmt: skip

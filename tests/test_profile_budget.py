@@ -126,6 +126,8 @@ def test_the_table_on_the_page_is_that_of_the_file(monkeypatch: pytest.MonkeyPat
     page = (ROOT / "docs" / "own-server.md").read_text()
     assert {one.profile for one in results} >= {folder.name for folder in budget.SHIPPED}
     assert {len(one.states) for one in results} == {20} and budget.drawn(page, results) == page
+    first = budget.drawn(f"Before.\n\n{budget.COMMENT}\n\nBehind.\n", results)
+    assert first.endswith(" |\n\nBehind.\n") and budget.drawn(first, results) == first, "a page without a table yet"
     for wrong in ("no table", f"{budget.COMMENT}\n| unspaced |\n"):
         with pytest.raises(InputError, match="should stand once"):
             budget.drawn(wrong, results)

@@ -69,6 +69,13 @@ def table(outputs: str, rows: Sequence[Row]) -> str:
     return f"{COMMENT} {outputs} -->\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def refuse_partial(rows: Sequence[Row]) -> None:
+    """Raise SystemExit for a model of which there is no row: it would go from the page."""
+    if missing := MODELS.keys() - {row["model"] for row in rows}:
+        names = ", ".join(sorted(missing))
+        raise SystemExit(f"{SURVIVAL.name}: should have rows of {names}, which family_survival.py --models makes")
+
+
 def heads(tokens: Sequence[int]) -> list[str]:
     measured = [head for count in tokens for head in (f"survival, outputs of {count:,}", "tax")]
     if len(tokens) == 1:
@@ -188,10 +195,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--live", type=Path, metavar="FILE", help="what benchmarks/live_windows.py wrote")
     live = parser.parse_args().live
-    if live is not None and not live.is_file():
-        parser.error(f"{live} is no file")
+    if not (live or LIVE).is_file():
+        parser.error(f"{live or LIVE} is no file: --live should name what benchmarks/live_windows.py wrote")
     found = json.loads((live or LIVE).read_text())
-    PAGE.write_text(with_live_block(drawn(PAGE.read_text(), json.loads(SURVIVAL.read_text())), found))
+    rows = json.loads(SURVIVAL.read_text())
+    refuse_partial(rows)
+    PAGE.write_text(with_live_block(drawn(PAGE.read_text(), rows), found))
     LIVE.write_text(text_of(found))
 
 

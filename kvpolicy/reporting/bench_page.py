@@ -248,6 +248,7 @@ def _table(results: Run) -> dict[str, Any]:
 
 def _ratios(results: Run) -> Iterator[str]:
     first, *others = [arm["name"] for arm in results["arms"]]
+    starts = len({_start(run) for run in results["runs"]})
     for cell in _cells(results):
         where = ", ".join(f"{AXES[name]} {value:g}" for name, value in cell.items())
         for name in others:
@@ -257,7 +258,9 @@ def _ratios(results: Run) -> Iterator[str]:
                          if (above := _value(run, figure)) and (below := by_round.get(run["round"]))]  # fmt: skip
                 if pairs and figure != "hit_rate":
                     ratio = ratio_over_starts(*zip(*pairs, strict=True))
-                    yield f"{where}: {title}, {name} over {first}: {ratio.text()}"
+                    known = len({start for *_, start in pairs})
+                    alone = "" if known == starts else f" (known of {known} of {starts} starts: {unit_of(known)})"
+                    yield f"{where}: {title}, {name} over {first}: {ratio.text()}{alone}"
 
 
 def _tokens(results: Run) -> str:

@@ -149,7 +149,8 @@ class Servers:
         self._logs, self._say = logs, say
         self._stack = ExitStack()
         self._alive: dict[tuple[str, ...], LiveServer] = {}
-        self._logged = 0
+        # An interrupted bench that goes on leaves the logs of the servers before as they are.
+        self._logged = 1 + max((int(log.name.partition("-")[0]) for log in logs.glob("[0-9]*-*.log")), default=-1)
 
     def url(self, arm: LiveArm) -> str:
         """Where the arm is served. Raises EngineFailed where its server does not start, or has ended."""
