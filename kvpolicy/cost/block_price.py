@@ -25,6 +25,28 @@ Predict = Callable[[Preemption, Sequence[Option]], Sequence[Cost]]
 """Gives one cost per option, as a cost model's ``predict`` does, or none at all."""
 
 
+class Beside:
+    """The most requests that ran at once lately, for which blocks are priced: one quiet step says little of those that
+    come."""
+
+    def __init__(self) -> None:
+        self._most = self._most_before = 0
+
+    def add(self, running: int) -> None:
+        """So many run in a step."""
+        if running > self._most:
+            self._most = running
+
+    def renew(self) -> None:
+        """Prices are predicted anew: what was before the last time counts no longer."""
+        self._most, self._most_before = 0, self._most
+
+    @property
+    def most(self) -> int:
+        """At least 1."""
+        return max(1, self._most, self._most_before)
+
+
 def equal_price(index: int) -> float:
     """Where nothing predicts costs, all blocks save the same."""
     return 1.0

@@ -6,8 +6,8 @@ from kvpolicy.events import Direction
 
 RECENT_COPIES = 64
 MAX_SAVE_BACKLOG_S = 1.0
-"""Contents are saved for the cache while the saves before them end in so many seconds. Who needs one of them waits so
-long, and a link that is too slow for all of them carries those that it can."""
+"""Contents are saved for the cache while the saves before them end in so many seconds: who needs one of them waits for
+those, and a link that is too slow for all of them carries those that it can."""
 
 
 class RecentRate:
@@ -25,7 +25,12 @@ class RecentRate:
 
     def seconds(self, moved_bytes: float) -> float:
         """Expected seconds for so many bytes; 0 where nothing was measured."""
-        return self._seconds / self._bytes * moved_bytes if self._bytes else 0.0
+        return self._seconds / self._bytes * moved_bytes if self.known else 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return self._bytes > 0
 
     def forget(self) -> None:
         self._seconds = self._bytes = 0.0
@@ -58,7 +63,14 @@ class CopyQueues:
         return self._blocks[direction] * self._block_bytes
 
     @property
+    def saving_s(self) -> float:
+        """Expected seconds until all that waits to be saved is saved; 0 before any save has been timed."""
+        return self._saving.seconds(self.bytes("save"))
+
+    @property
     def takes_saves(self) -> bool:
         """Whether contents may be saved for the cache, as far as the saves before them are concerned: see
-        :data:`MAX_SAVE_BACKLOG_S`. True where no save has been timed."""
-        return self._saving.seconds(self.bytes("save")) <= MAX_SAVE_BACKLOG_S
+        :data:`MAX_SAVE_BACKLOG_S`. Before any save has been timed, where there is none before them."""
+        if not self._saving.known:
+            return not self._blocks["save"]
+        return self.saving_s <= MAX_SAVE_BACKLOG_S

@@ -30,6 +30,8 @@ class HostStore:
         self.given_up: list[Any] = []
         self.cache = cache
         self.counts = CacheCounts()
+        self.takes_saves: Callable[[], bool] = lambda: True
+        """Whether more may be saved for the cache now, by what waits to be saved."""
         self.worth_saving: Callable[[int], bool] = lambda blocks: True
         """Whether blocks of a chain of so many blocks are saved for the cache: where saving and loading all of them
         would cost more than computing them, none is."""
@@ -360,15 +362,16 @@ class HostStore:
 
     def _cache(self, lost: Sequence[HostBlock]) -> list[HostBlock]:
         """Cache what the device is about to lose and no copy needs; return what must be saved for that."""
-        wanted: list[tuple[Node, HostBlock]] = []
-        for block in lost:
-            if block.key is None:
-                continue  # a copy that needed it was given up
-            if block.node is not None and self.worth_saving(block.node.reach):
-                wanted.append((block.node, block))
-            else:
-                self._forget_key(block)
-                self.counts.refused += 1
+        kept = [block for block in lost if block.key is not None]  # of others a copy was given up that needed them
+        wanted = [
+            (block.node, block) for block in kept if block.node is not None and self.worth_saving(block.node.reach)
+        ]
+        if wanted and not self.takes_saves():
+            wanted = self._not_to_miss(wanted)
+        left_out = set(kept).difference(block for _, block in wanted)
+        for block in left_out:
+            self._forget_key(block)
+        self.counts.refused += len(left_out)
         if len(wanted) > len(self._unused):
             wanted = self._with_room(wanted)
         saved = []
@@ -381,6 +384,21 @@ class HostStore:
                 self._forget_key(block)
                 self.counts.refused += 1
         return saved
+
+    def _not_to_miss(self, wanted: list[tuple[Node, HostBlock]]) -> list[tuple[Node, HostBlock]]:
+        """Those of these that are saved however many wait to be saved: what is pinned, and what blocks continue that
+        are in slots, or come to them now, and are of no use without it. The device loses the end of a prompt first."""
+        if not isinstance(self.cache, Hinted):
+            return []
+        continued: set[Hashable] = set()
+        taken = []
+        for node, block in sorted(wanted, key=lambda item: item[0].position, reverse=True):
+            if node.key in continued or self.cache.is_needed(node.key):
+                taken.append((node, block))
+                if node.parent is not None:
+                    continued.add(node.parent.key)
+        taken.reverse()
+        return taken
 
     def _with_room(self, wanted: list[tuple[Node, HostBlock]]) -> list[tuple[Node, HostBlock]]:
         """What is to be stored, in the order in which it gets slots, once the policy has made room: first what a hint

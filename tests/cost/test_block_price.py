@@ -10,7 +10,7 @@ import pytest
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
-from kvpolicy.cost.block_price import block_price, interpolated, read_first, sampled
+from kvpolicy.cost.block_price import Beside, block_price, interpolated, read_first, sampled
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.features import features_of
 from kvpolicy.hardware.sheets import device_sheet
@@ -75,6 +75,19 @@ def test_a_model_measured_on_states_prices_blocks_too() -> None:
     model = cost.load("cpu-llama-native")
     price = block_price(model.predict, BLOCK, round(model.provenance.kv_bytes_per_token * BLOCK))
     assert all(price(index) >= 0.0 for index in (0, 10, 1000, 10**5))
+
+
+def test_blocks_are_priced_beside_the_most_requests_that_ran_lately() -> None:
+    beside = Beside()
+    assert beside.most == 1
+    for running in (3, 9, 0):
+        beside.add(running)
+    assert beside.most == 9
+    beside.renew()
+    beside.add(2)
+    assert beside.most == 9, "of the time before as well"
+    beside.renew()
+    assert beside.most == 2
 
 
 def test_without_predictions_all_blocks_save_the_same() -> None:

@@ -211,6 +211,22 @@ def test_what_a_hint_holds_back_gets_its_room_and_the_rest_what_the_policy_gives
     assert store.leading(chain("abc")) == store.leading(chain("uvw")) == 3, "nobody else had to go"
 
 
+def test_while_too_much_waits_to_be_saved_only_what_is_not_to_be_missed_is_saved() -> None:
+    """What is pinned; and of a prompt whose end is there the rest, without which that is of no use."""
+    store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
+    places = serve(store, "abcd", 10)
+    store.lost(places[3:])
+    store.takes_saves = lambda: False
+    lost = [*pin(store, "uv", 20), *serve(store, "xyz", 30), *reversed(places)]
+    assert {*keys(store.lost(lost))} == {"u", "a", "uv", "ab", "abc"}
+    assert (store.counts.refused, store.counts.stored) == (3, 6) and store.leading(chain("abcd")) == 4
+    store.worth_saving = lambda blocks: False
+    assert keys(store.lost(pin(store, "st", 40))) == [], "it would not be loaded either"
+    plain = HostStore(8, Lru(8))
+    plain.takes_saves = lambda: False
+    assert plain.lost(serve(plain, "abc", 10)) == [] and plain.counts.refused == 3
+
+
 def test_what_a_hint_holds_back_goes_before_what_comes_with_it_and_nobody_holds() -> None:
     """Though the others are of earlier places in their prompts, and what is there need not all go for them."""
     store = with_hints(6)
@@ -427,6 +443,19 @@ def heeding(kind: str) -> Callable[[int], CachingPolicy]:
 
 
 HEEDING = [f"{kind} with hints" for kind in ("lru", "cost", "reluctant")]
+
+
+@pytest.mark.parametrize("kind", HEEDING)
+def test_drawn_newcomers_that_hints_hold_back_are_left_out_now_and_then(kind: str) -> None:
+    """So that the rule of :meth:`Device.lose` for them is met at all."""
+    refused = 0
+    for seed in range(4):
+        device = Device(seed, heeding(kind.partition(" ")[0]))
+        for _ in range(400):
+            device.random.choice([device.end, device.end, device.hit, device.load, device.loaded_now])()
+            device.check()
+        refused += device.refused
+    assert refused > 0
 
 
 @pytest.mark.parametrize(

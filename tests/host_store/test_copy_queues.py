@@ -23,8 +23,9 @@ def test_bytes_of_both_directions() -> None:
 
 def test_saves_for_the_cache_wait_until_those_before_them_end_in_time() -> None:
     queues = CopyQueues(BLOCK_BYTES)
+    assert queues.takes_saves
     queues.add("save", 10**6)
-    assert queues.takes_saves, "no save has been timed"
+    assert not queues.takes_saves, "no save has been timed, and one waits"
     queues.ended("save", 10**6 - 8, (10**6 - 8) * MAX_SAVE_BACKLOG_S / 8)
     assert queues.takes_saves, "the eight that are left end exactly in time"
     queues.add("save", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -196,6 +197,28 @@ class TestCopies:
         assert book.acknowledge([ack(save.copy_id, "save")]) == []
         assert [settled.ok for settled in book.acknowledge([ack(save.copy_id, "save", ok=False)])] == [False]
         assert book.of("r") is None and book.pool.used == 0
+
+    def test_a_save_takes_as_long_as_on_its_slowest_rank_and_one_that_fails_says_nothing(self) -> None:
+        book = CopyBook(slots=40, ranks=2, block_bytes=100)
+
+        def save(blocks: int, seconds: tuple[float, float], ok: bool = True) -> None:
+            book.keep("r", "p", 10, unhashed(*range(blocks)))
+            (job,) = book.take_jobs(0, idle=False, taken_of=nobody).saves
+            book.acknowledge([replace(ack(job.copy_id, "save", ok), start_s=5.0, end_s=5.0 + one) for one in seconds])
+
+        assert book.pool.takes_saves()
+        save(10, (1.0, 3.0))
+        assert book.queues.saving_s == 0.0
+        book.keep("s", "p", 10, unhashed(*range(3)))
+        assert book.queues.saving_s == pytest.approx(0.9) and book.pool.takes_saves()
+        book.keep("t", "p", 10, unhashed(4))
+        assert book.queues.saving_s == pytest.approx(1.2) and not book.pool.takes_saves()
+        for copy in ("s", "t"):
+            book.forget(copy)
+        book.take_jobs(0, idle=False, taken_of=nobody)
+        save(10, (100.0, 100.0), ok=False)
+        book.keep("s", "p", 10, unhashed(*range(3)))
+        assert book.queues.saving_s == pytest.approx(0.9)
 
     def test_a_forgotten_load_keeps_its_slots_until_it_is_done(self) -> None:
         book = CopyBook(slots=1, ranks=1, block_bytes=100)

@@ -124,7 +124,8 @@ class CopyBook:
         self.given_up: list[Copy] = []
         self.loading = 0
         """Number of copies being loaded, including those of requests that are gone: their end must be waited for."""
-        self.queues = CopyQueues(block_bytes)
+        self.queues = queues = CopyQueues(block_bytes)
+        self.pool.takes_saves = lambda: queues.takes_saves
         self.pinned: PinnedBlocks | None = None
         """Holds the device blocks of unfinished saves, so that no step writes to them; None where the workers save a
         block before the step that is given it writes to it. The scheduler sets it."""

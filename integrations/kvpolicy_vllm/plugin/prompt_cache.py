@@ -15,7 +15,7 @@ from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.by_hints import EVENTS
 from kvpolicy.caching.fallback import Guarded
-from kvpolicy.cost.block_price import RENEWED_STEPS, block_price, read_first, sampled
+from kvpolicy.cost.block_price import RENEWED_STEPS, Beside, block_price, read_first, sampled
 from kvpolicy.events import Cause
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
@@ -110,8 +110,6 @@ class PromptCache:
 
     def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
         self._scheduler, self._now = scheduler, clock
-        if self.prices is not None:
-            self.prices.running = max(1, len(scheduler.running))
         self.count()
         if self.files is not None:
             self.files.note_late()
@@ -119,6 +117,8 @@ class PromptCache:
         if step >= self._worth_until or decider.policy is not policy or decider.shadow != shadow:
             self._worth_until, self._decides = step + RENEWED_STEPS, (decider.policy, decider.shadow)
             self._price_anew()
+        if self.prices is not None:
+            self.prices.beside.add(len(scheduler.running))
 
     def _price_anew(self) -> None:
         """Predicted costs may be others by now: of another policy or batch, or by what was learned;
@@ -337,10 +337,7 @@ class PromptCache:
 
     def _is_worth_storing(self, blocks: int, saved: bool = False, from_files: bool = False) -> bool:
         """Whether a request would load that many leading blocks, if nothing else were under way. ``saved``: whether
-        they have to be saved to host memory before, which is not worth it while too much waits for that.
-        ``from_files``: whether they have to be read from files."""
-        if saved and not self._copies.queues.takes_saves:
-            return False
+        they have to be saved to host memory before. ``from_files``: whether they have to be read from files."""
         asked = blocks, saved, from_files
         known = self._worth.get(asked)
         if known is None:
@@ -370,19 +367,19 @@ class BlockPrices:
         self._decider, self._block_size, self._block_bytes, self._failed = decider, block_size, block_bytes, failed
         self.segment_bytes: Callable[[], int] = lambda: block_bytes
         """Contiguous bytes of a block, as far as is known."""
-        self.running = 1
-        """Requests that run beside, as of the step that began last."""
+        self.beside = Beside()
         self._price: Callable[[int], float] | None = None
 
     def renew(self) -> None:
         """Predict anew when the next block is priced."""
         self._price = None
+        self.beside.renew()
 
     def __call__(self, position: int) -> float:
         if self._price is None:
             try:
                 self._price = block_price(
-                    self._decider.predict, self._block_size, self._block_bytes, self.segment_bytes(), self.running
+                    self._decider.predict, self._block_size, self._block_bytes, self.segment_bytes(), self.beside.most
                 )
             # The boundary between a policy and a server: what is given up is computed when it is asked for again.
             except Exception:  # noqa: BLE001

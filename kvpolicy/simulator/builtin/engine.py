@@ -367,6 +367,7 @@ class Engine:
             computes_s += step.computes_s
             busy_s += step.end_s - step.began_s
             last_s = step.end_s
+        self.preemptions.step_begins(self._steps - 1, len(self.scheduler.running))
         self.now_s = batch.last_s = last_s
         batch.gaps.add(last_s, max(gaps_s))
         batch.count_gaps(gaps_s, members, batch.others.items())

@@ -33,7 +33,8 @@ class HostPool:
         self._block_size = server.block_size
         self._saves: list[HostBlock] = []
         self._loads: list[Copy] = []
-        self._queues = CopyQueues(server.block_bytes)
+        self._queues = queues = CopyQueues(server.block_bytes)
+        self._store.takes_saves = lambda: queues.takes_saves
         self._count = 0
         self._begun: list[tuple[Copy, Account]] = []
         """Copies made since jobs were taken last, and their preemptions."""
@@ -81,11 +82,6 @@ class HostPool:
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes of copies that are under way or not yet sent to the worker."""
         return self._queues.bytes(direction)
-
-    @property
-    def takes_saves(self) -> bool:
-        """See :attr:`kvpolicy.host_store.CopyQueues.takes_saves`."""
-        return self._queues.takes_saves
 
     def keep(
         self, live: LiveRequest, account: Account, contents: Contents, gain_per_block: float | None = None

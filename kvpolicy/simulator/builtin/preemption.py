@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger
-from kvpolicy.cost.block_price import RENEWED_STEPS, block_price
+from kvpolicy.cost.block_price import RENEWED_STEPS, Beside, block_price
 from kvpolicy.events import Cause, Outcome, Preemption, as_taken_out
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
@@ -49,14 +49,18 @@ class Preemptions:
         self._hits: dict[LiveRequest, tuple[tuple[int, int, int], bool]] = {}
         """Of waiting requests: what was asked about a hit last (see :meth:`loads_hit`), and the answer."""
         self._block_price: Callable[[int], float] | None = None
-        self._window, self._running = 0, 1
+        self._window, self._beside = 0, Beside()
 
     def step_begins(self, number: int, running: int) -> None:
-        """Predict costs of what is cached anew now and then, when a server does. ``running``: requests that run."""
-        self._running = max(1, running)
+        """Predict costs of what is cached anew now and then, when a server does. ``running``: requests that run, in
+        this step and in those since the last call."""
         window = number // RENEWED_STEPS
         if window != self._window:
+            for _ in range(min(window - self._window, 2)):  # further ones change nothing
+                self._beside.renew()
+                self._beside.add(running)
             self._window, self._worth, self._hits, self._block_price = window, {}, {}, None
+        self._beside.add(running)
 
     def block_price(self, index: int) -> float:
         """What a block saves that is loaded, by its index in a prompt, by the policy's predictions and what it has
@@ -64,7 +68,7 @@ class Preemptions:
         if self._block_price is None:
             server, predict = self._server, self._decider.predict
             self._block_price = block_price(
-                predict, server.block_size, server.block_bytes, server.segment_bytes, self._running
+                predict, server.block_size, server.block_bytes, server.segment_bytes, self._beside.most
             )
         return self._block_price(index)
 
@@ -72,10 +76,7 @@ class Preemptions:
         self, blocks: int, read_s: float = 0.0, *, scheduler: Scheduler, copies: HostPool, saved: bool = False
     ) -> bool:
         """Whether a request would load so many leading blocks, if nothing else were under way. ``read_s``: seconds that
-        it waits first, for files. ``saved``: whether they have to be saved to host memory before, which is not worth it
-        while too much waits for that."""
-        if saved and not copies.takes_saves:
-            return False
+        it waits first, for files. ``saved``: whether they have to be saved to host memory before."""
         asked = blocks, saved, read_s
         known = self._worth.get(asked)
         if known is None:

@@ -84,7 +84,7 @@ def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(block_s:
 
 def test_a_slow_link_carries_the_saves_that_it_can_and_no_others() -> None:
     """A block's save takes 0.1 s, and a prompt's six blocks are lost every 0.2 s: without a limit the last of them
-    would wait for more than ten seconds. What is lost at once, a prompt at most, is saved or not as a whole."""
+    would wait for more than ten seconds. Of a prompt whose end was saved the beginning is, too."""
     slow = ConstantTimes(0.001, (1e-4, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 1e4)
     work = talks(*range(40), gap_s=0.2)
     result = PLAIN.run(
@@ -93,7 +93,7 @@ def test_a_slow_link_carries_the_saves_that_it_can_and_no_others() -> None:
     assert result.trace is not None
     saves = [row for row in result.trace.rows("transfers") if row["direction"] == "save"]
     waits_s = [row["start_s"] - row["submit_s"] for row in saves]
-    assert MAX_SAVE_BACKLOG_S / 2 < max(waits_s) <= MAX_SAVE_BACKLOG_S + 0.1, "the link is busy, and not for long"
+    assert MAX_SAVE_BACKLOG_S / 2 < max(waits_s) <= MAX_SAVE_BACKLOG_S + 0.6, "behind a prompt at most beyond that"
     assert 60 <= sum(row["bytes"] for row in saves) // BYTES <= 100, "of some 240 that are lost in 8 s"
 
 
