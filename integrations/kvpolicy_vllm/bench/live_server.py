@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +23,10 @@ READY_S = 1800.0
 """Seconds that a server may take to load its model and answer."""
 END_S = 60.0
 """Seconds that it may take to end before it is killed."""
-SESSION, USER_TICKS, SYSTEM_TICKS = 3, 11, 12
+STATE, SESSION, USER_TICKS, SYSTEM_TICKS = 0, 3, 11, 12
 """Places of fields in /proc/PID/stat, counted from the one after the name: proc(5)."""
+ENDED = "ZX"
+"""States of processes that hold nothing any more: zombies, and dead ones."""
 OWN_FLAGS = {"--host": "the bench chooses it", "--port": "the bench chooses it", "--api-key": "the bench sends no key"}
 
 
@@ -105,6 +107,10 @@ class LiveServer:
         with suppress(ProcessLookupError):  # whoever of its processes outlived it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        # Whoever is started next needs the memory that they have.
+        last_s = time.monotonic() + END_S
+        while session_runs(process.pid) and time.monotonic() < last_s:
+            time.sleep(0.05)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
@@ -120,13 +126,22 @@ def free_port() -> int:
 def session_cpu_s(session: int, processes: Path = Path("/proc")) -> float:
     """Seconds on processors, of the user and the system, of all processes of a session, by its id; 0 where the system
     keeps no such files."""
-    ticks = 0
+    ticks = sum(int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS]) for fields in _session(session, processes))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def session_runs(session: int, processes: Path = Path("/proc")) -> bool:
+    """Whether any process of a session is there that has not ended; False where the system keeps no such files."""
+    return any(fields[STATE] not in ENDED for fields in _session(session, processes))
+
+
+def _session(session: int, processes: Path) -> Iterator[list[str]]:
+    """Fields of every process of a session, from the one after its name on, which may hold anything."""
     for stat in processes.glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):  # a process that ended meanwhile
-            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may hold anything
-            if int(fields[SESSION]) == session:
-                ticks += int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[SESSION]) == session and fields[USER_TICKS].isdigit() and fields[SYSTEM_TICKS].isdigit():
+                yield fields
 
 
 def refuse_own_flags(vllm_flags: Sequence[str]) -> None:
