@@ -21,7 +21,8 @@ from kvpolicy_vllm.given_transfer import given_transfer, put_first
 from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, options, transfer_config, writes_to_disk
 
 __all__ = [
-    "SHUTDOWN_S", "config_into", "config_yaml", "flags", "options", "refuse_measured", "refuse_missing_folder",
+    "SHUTDOWN_S", "config_into", "config_yaml", "core_variables", "flags", "options", "refuse_measured",
+    "refuse_missing_folder",
     "serve_command", "serve_flags", "server", "shell_line",
 ]  # fmt: skip
 
@@ -39,6 +40,8 @@ REFUSED_WHEN_MEASURED = REFUSED | {
 AMBIGUOUS_PREFIX = "--kv-"
 """vLLM accepts any unambiguous prefix of a flag. This prefix and shorter ones are ambiguous."""
 SHUTDOWN = "--shutdown-timeout"
+TP = "--tensor-parallel-size"
+RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 
 
 def flags(extra: Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
@@ -204,6 +207,30 @@ def server(llm: str) -> list[str]:
         return [str(script), "serve", llm]
     # In an environment layered on another one the script belongs to the other Python, which lacks this package.
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", llm]
+
+
+def core_variables(vllm_flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a server with which vLLM's CPU engine keeps as many cores free as one without a KV connector.
+
+    It keeps one free for each rank, and for any connector another one, which it means for NIXL's. On a machine of two
+    cores it finds none left then, and keeps none free: two threads compute on the cores that everything else needs.
+    Nothing where the user has set it. Without effect on an accelerator. Raises InputError as :func:`has_any`.
+    """
+    return {} if RESERVED_CORES in environment else {RESERVED_CORES: str(_ranks(vllm_flags))}
+
+
+def _ranks(vllm_flags: Sequence[str]) -> int:
+    """Tensor-parallel ranks by these flags, the last one that says so; 1 where vLLM will refuse what they say."""
+    ranks: Any = 1
+    for number, flag in enumerate(vllm_flags):
+        name, equals, value = flag.partition("=")
+        value = value if equals else "".join(vllm_flags[number + 1 : number + 2])
+        if name == "--config" and value and not any(_may_mean(f.partition("=")[0], TP, "--t") for f in vllm_flags):
+            _, settings = settings_of(read_text(Path(value), "--config"), f"--config {value}")
+            ranks = next((given for key, given in settings.items() if _may_mean(f"--{key}", TP, "--t")), ranks)
+        elif name in ("-tp", TP) or _may_mean(name, TP, "--t"):
+            ranks = value
+    return int(ranks) if str(ranks).isdigit() and int(ranks) else 1
 
 
 def shell_line(command: Sequence[str]) -> str:

@@ -179,7 +179,7 @@ def serve(
         return
     sys.stdout.flush()
     # The server replaces this process, so that it receives signals.
-    os.execvp(command[0], command)
+    os.execvpe(command[0], command, os.environ | integrations.launcher().core_variables(context.args, os.environ))
 
 
 def _warn(warnings: Sequence[str]) -> None:

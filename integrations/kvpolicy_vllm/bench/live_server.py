@@ -17,6 +17,7 @@ from types import TracebackType
 from kvpolicy.errors import EngineFailed, InputError
 from kvpolicy_vllm.bench.engine_process import LAST_LINES, environment
 from kvpolicy_vllm.bench.root_cause import is_short_of_memory, root_cause
+from kvpolicy_vllm.launch import core_variables
 
 HOST = "127.0.0.1"
 READY_S = 1800.0
@@ -52,7 +53,7 @@ class LiveServer:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self._command, "--host", HOST, "--port", str(port)],
-                env=environment(measures=False),
+                env=environment(measures=False) | core_variables(self._command, os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
