@@ -59,7 +59,7 @@ class TestTheCheckBefore:
     @pytest.fixture
     def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands: list[list[str]] = []
-        monkeypatch.setattr("os.execvp", lambda file, command: commands.append(command))
+        monkeypatch.setattr("os.execvpe", lambda file, command, environment: commands.append(command))
         monkeypatch.setattr(integrations.subprocess, "Popen", commands.append)
         return commands
 

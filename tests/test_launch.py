@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -320,10 +321,27 @@ def test_the_model_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr("os.execvp", lambda file, command: started.append([file, *command]))
-    assert run("serve", "some/llm", "--policy", "always-swap") == 0
-    assert started[0][0] == started[0][1] == sys.executable
+    started: list[tuple[list[str], Any]] = []
+    monkeypatch.setattr("os.execvpe", lambda file, command, variables: started.append(([file, *command], variables)))
+    monkeypatch.delenv(launch.RESERVED_CORES, raising=False)
+    assert run("serve", "some/llm", "--policy", "always-swap", "-tp", "2") == 0
+    command, variables = started[0]
+    assert command[0] == command[1] == sys.executable
+    assert variables == os.environ | {launch.RESERVED_CORES: "2"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "cores"),
+    [
+        ([], "1"), (["-tp", "2"], "2"), (["--tensor-parallel-size=4"], "4"), (["--tensor_parallel_size", "3"], "3"),
+        (["-tp", "many"], "1"), (["-tp"], "1"), (["--config", "FILE"], "8"), (["--config=FILE", "-tp", "2"], "2"),
+    ],
+)  # fmt: skip
+def test_as_many_cores_are_left_as_without_a_connector(flags: list[str], cores: str, tmp_path: Path) -> None:
+    (tmp_path / "flags.yaml").write_text("tensor-parallel-size: 8\n")
+    given = [flag.replace("FILE", str(tmp_path / "flags.yaml")) for flag in flags]
+    assert launch.core_variables(given, {}) == {launch.RESERVED_CORES: cores}
+    assert launch.core_variables(given, {launch.RESERVED_CORES: "0"}) == {}, "the user knows better"
 
 
 def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
