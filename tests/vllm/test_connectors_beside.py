@@ -103,15 +103,14 @@ def beside_chunks(model: str, folder: Path, connector: str, layers: str, asynchr
     return done
 
 
-@pytest.mark.parametrize("layers", ["full", "full-window"])
-@modes
-def test_offloading_beside_another_load_stores_what_was_loaded(
-    asynchronous: bool, layers: str, model: str, tmp_path: Path
-) -> None:
+def test_offloading_beside_another_load_stores_what_was_loaded(model: str, tmp_path: Path) -> None:
     """Why the plugin refuses OffloadingConnector: let in, it stores under a prompt's key what kvpolicy has loaded into
     the block meanwhile, and who comes with that prompt reads it. Everything else is right: nothing is left behind, and
-    no token is lost. Should this fail some day, the connector can be let in."""
-    done = beside_chunks(model, tmp_path, "Offloading", layers, asynchronous)
+    no token is lost. Should this fail some day, the connector can be let in.
+
+    It takes a store that is late by a step and a load into the same block: of four settings that were tried with the
+    same draws, two came to it, and in this one it was read."""
+    done = beside_chunks(model, tmp_path, "Offloading", "full-window", False)
     assert sum(result["stored_wrong"] for result in done) > 0
     assert any(result["wrong"] for result in done), "nobody has read what was stored wrong"
     for result in done:

@@ -58,7 +58,7 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device
 DECODE_BENCH = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
 
 
-WINDOWED = {"gpt-oss": 60, "gemma-4": 130}
+WINDOWED = {"gpt-oss": 50, "gemma-4": 130}
 """KV blocks that hold some of eight requests of 200 tokens, whose windows have block tables of their own."""
 
 
@@ -190,12 +190,11 @@ def of_family(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
     "family",
     [
         "gpt-oss",
-        "granite-4",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma-4", "llama-4")),
     ],
 )
-def test_windows_and_states_beside_a_connector_that_makes_prompts_up(family: str, tmp_path: Path) -> None:
-    """Of one request alone: with states that connector writes to those of every request, whichever it is asked for."""
+def test_windows_beside_a_connector_that_makes_prompts_up(family: str, tmp_path: Path) -> None:
+    """Not tried are states: that connector writes to those of every request, whichever it is asked for."""
     model, engine = of_family(family, tmp_path)
     result = interrupted(model, DECODE_BENCH, CASES | FAILING, tmp_path, enable_prefix_caching=True, **engine)
     assert tuple(result["groups"]) == families.FAMILIES[family].groups

@@ -26,22 +26,6 @@ def not_warned_of() -> Iterator[None]:
     tested_setups._warn_once.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("beside", "other_layers", "words"),
-    [
-        ([], True, ""),
-        (["NixlConnector"], False, ""),
-        (["LMCacheMPConnector"], False, ""),
-        (["NixlConnector", "MyConnector"], False, "MyConnector was not tested"),
-        (["NixlConnector"], True, "NixlConnector was tested beside it with one KV cache group of full attention only"),
-        (["NixlConnector", "MyConnector"], True, "MyConnector was not tested"),
-    ],
-)
-def test_connectors_that_were_not_tested_are_told(beside: list[str], other_layers: bool, words: str) -> None:
-    said = tested_setups.untested_connectors(beside, other_layers)
-    assert said.startswith(words) and bool(said) == bool(words)
-
-
 def with_layers(*groups: Any) -> Any:
     """A KV cache of these groups; with one of states, whose blocks are cleared."""
     has_states = any(type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups)
@@ -58,6 +42,26 @@ WHOLE_WINDOW, WHOLE_CHUNK = (
 )
 """Of which all blocks are stored, as with --disable-hybrid-kv-cache-manager."""
 ONLY_FULL = "NixlConnector was tested beside it with one KV cache group of full attention only"
+
+
+@pytest.mark.parametrize(
+    ("beside", "kv_cache", "words"),
+    [
+        ([], with_layers(STATE), ""),
+        (["NixlConnector"], with_layers(FULL), ""),
+        (["LMCacheMPConnector"], None, ""),
+        (["NixlConnector", "MyConnector"], with_layers(FULL), "MyConnector was not tested"),
+        (["NixlConnector", "MyConnector"], with_layers(WINDOW), "MyConnector was not tested"),
+        (["NixlConnector"], with_layers(FULL, WINDOW), ONLY_FULL),
+        (["DecodeBenchConnector"], with_layers(FULL, WINDOW), ""),
+        (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, WINDOW), ONLY_FULL),
+        (["DecodeBenchConnector"], with_layers(FULL, STATE), "DecodeBenchConnector was tested beside it with one KV "
+         "cache group of full attention, or with windows only"),
+    ],
+)  # fmt: skip
+def test_connectors_that_were_not_tested_are_told(beside: list[str], kv_cache: Any, words: str) -> None:
+    said = tested_setups.untested_connectors(beside, kv_cache)
+    assert said.startswith(words) and bool(said) == bool(words)
 
 
 @pytest.mark.parametrize(

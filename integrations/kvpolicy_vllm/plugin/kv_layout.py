@@ -51,6 +51,12 @@ def attends_to_everything(kv_cache: KVCacheConfig) -> bool:
     return type(spec).__name__ == "FullAttentionSpec" and not limited
 
 
+def has_windows_alone(kv_cache: KVCacheConfig) -> bool:
+    """Whether all layers but those of full attention have a window, and groups of their own."""
+    kinds = {kind_of(group) for group in kv_cache.kv_cache_groups}
+    return "SlidingWindowSpec" in kinds and kinds <= {"FullAttentionSpec", "SlidingWindowSpec"}
+
+
 def is_replicated(kv_cache: KVCacheConfig) -> bool:
     """Whether every rank keeps the same of every layer. An MLA model may have layers with states beside its latent KV,
     as Kimi Linear has: each rank keeps the states of its own heads."""

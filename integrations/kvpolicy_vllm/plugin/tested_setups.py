@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvpolicy_vllm.plugin.kv_layout import attends_to_everything
+from kvpolicy_vllm.plugin.kv_layout import attends_to_everything, has_windows_alone
 from kvpolicy_vllm.plugin.versions import connectors_beside, overwrites_before_saves
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector", "LMCacheMPConnector")
 """Connectors that were tested beside kvpolicy's."""
+TESTED_WITH_WINDOWS = ("DecodeBenchConnector",)
+"""Those of them that were tested with layers of windows in groups of their own."""
 TESTED_MULTIMODAL = {"LlavaForConditionalGeneration": "", "Qwen2VLForConditionalGeneration": "videos"}
 """Architectures that were tested with pictures, and what else they take, which was not."""
 TESTED_WITH_FP8 = "full attention and windows"
@@ -30,7 +32,7 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
     parts = (
         untested_inputs(config),
         untested_precision(config),
-        untested_connectors(connectors_beside(config), kv_cache is not None and not attends_to_everything(kv_cache)),
+        untested_connectors(connectors_beside(config), kv_cache),
         untested_states(config, kv_cache),
     )
     return "; ".join(filter(None, parts))
@@ -48,18 +50,23 @@ def _warn_once(untested: str) -> None:
     logger.warning("kvpolicy: %s", untested)
 
 
-def untested_connectors(names: Sequence[str], other_layers: bool) -> str:
-    """What was not tested of the connectors that serve beside kvpolicy's; empty where all was. ``other_layers``:
-    whether the model is known to have other layers than those of full attention with keys and values of their own."""
+def untested_connectors(names: Sequence[str], kv_cache: KVCacheConfig | None) -> str:
+    """What was not tested of the connectors that serve beside kvpolicy's; empty where all was. ``kv_cache``: None where
+    not known."""
     tested = ", ".join(TESTED_BESIDE)
     if untested := [name for name in names if name not in TESTED_BESIDE]:
         return f"{', '.join(untested)} was not tested beside it; tested are {tested}"
-    if names and other_layers:
-        return (
-            f"{', '.join(names)} was tested beside it with one KV cache group of full attention only, and this model "
-            "has several, or windows, chunks or latent attention"
-        )
-    return ""
+    if kv_cache is None or attends_to_everything(kv_cache):
+        return ""
+    if has_windows_alone(kv_cache):
+        names = [name for name in names if name not in TESTED_WITH_WINDOWS]
+    if not names:
+        return ""
+    also = ", or with windows" if set(names) & set(TESTED_WITH_WINDOWS) else ""
+    return (
+        f"{', '.join(names)} was tested beside it with one KV cache group of full attention{also} only, and this model "
+        "has several, or windows, chunks, states or latent attention"
+    )
 
 
 def untested_inputs(config: VllmConfig) -> str:
