@@ -17,7 +17,6 @@ from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 SLOTS = 16
 CHAIN = [b"a", b"b", b"c"]
-LONGER = [*CHAIN, b"d", b"e", b"f"]
 
 
 class Core:
@@ -87,10 +86,10 @@ def test_a_block_follows_the_one_before_it() -> None:
 
 def test_blocks_of_several_prompts_are_several_jobs() -> None:
     core = Core()
-    core.pool.given_back([b"a", b"b"], [0, 1], 2)
-    core.pool.given_back([b"x", b"y"], [2, 3], 2)
-    core.index.saved(core.pool.lost([1, 3, 0, 2]))
-    assert [job.keys for job in core.jobs()[0]] == [(b"a", b"b"), (b"x", b"y")], "however they come"
+    core.pool.given_back([b"a"], [0], 1)
+    core.pool.given_back([b"x"], [1], 1)
+    core.index.saved(core.pool.lost([0, 1]))
+    assert [job.keys for job in core.jobs()[0]] == [(b"a",), (b"x",)]
 
 
 def test_what_one_rank_could_not_store_is_not_there() -> None:
@@ -140,16 +139,6 @@ def test_files_hold_at_most_a_share_of_the_slots() -> None:
     assert not core.index.fetch([b"other"], 0, 1)
 
 
-def test_of_what_comes_at_once_the_leading_blocks_are_stored() -> None:
-    """The device loses the end of a prompt first. A block is of no use without those before it."""
-    core = Core()
-    core.pool.given_back(LONGER, range(6), 6)
-    core.index.saved(core.pool.lost(reversed(range(6))))
-    ((job,), _) = core.jobs()
-    assert job.keys == job.chain == tuple(LONGER[: SLOTS // SHARE])
-    assert core.counts["refused"] == 6 - SLOTS // SHARE
-
-
 def test_blocks_come_back_to_host_memory() -> None:
     core = Core()
     core.stored()
@@ -171,6 +160,9 @@ def test_blocks_come_back_to_host_memory() -> None:
     core.now += 3.0
     core.report(job)
     assert core.index.read_s(2) == pytest.approx(2.0), "by what was loaded since"
+
+
+LONGER = [*CHAIN, b"d", b"e", b"f"]
 
 
 def with_others(core: Core, host_blocks: int) -> list[list[bytes]]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from kvpolicy.caching import Node
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, RecentRate
 from kvpolicy.request_marks import Hints
 from kvpolicy.tiers import digest_of_key
@@ -143,20 +142,17 @@ class FileIndex:
         return tuple(self._salt + key for key in keys)
 
     def saved(self, blocks: Iterable[HostBlock]) -> None:
-        """These contents have come to host memory: store those that may be of use and that files do not have, each
-        behind those that it continues: the device loses the end of a prompt first, and there may not be room for
-        all."""
-        wanted = [(block.node, block) for block in blocks if block.node is not None and self._is_wanted(block)]
-        runs: list[list[HostBlock]] = []
-        ending: dict[Node | None, list[HostBlock]] = {}
-        """Runs by their last block."""
-        for node, block in sorted(wanted, key=lambda item: item[0].position):
-            run = ending.pop(node.parent, None)
-            if run is None:
-                runs.append(run := [])
+        """These contents have come to host memory: store those that may be of use and that files do not have."""
+        run: list[HostBlock] = []
+        for block in blocks:
+            if not self._is_wanted(block):
+                continue
+            assert block.node is not None
+            if run and block.node.parent is not run[-1].node:
+                self._store(run)
+                run = []
             run.append(block)
-            ending[node] = run
-        for run in runs:
+        if run:
             self._store(run)
 
     def _is_wanted(self, block: HostBlock) -> bool:
