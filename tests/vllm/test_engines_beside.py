@@ -58,7 +58,7 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device
 DECODE_BENCH = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
 
 
-WINDOWED = {"gpt-oss": 50, "gemma-4": 130}
+WINDOWED = {"gpt-oss": 60, "gemma-4": 130}
 """KV blocks that hold some of eight requests of 200 tokens, whose windows have block tables of their own."""
 
 
@@ -275,7 +275,7 @@ def test_windows_on_a_node_that_only_decodes(family: str, tmp_path: Path) -> Non
     harness.assert_exact(reference, result)
     harness.assert_nothing_left(result)
     stats = result["stats"]
-    assert harness.total(stats, "preemptions", cause="memory") >= 2
+    assert harness.total(stats, "preemptions", cause="memory") >= 1
     assert harness.total(stats, "preemptions", executed="swap") == harness.total(stats, "preemptions")
     assert harness.total(stats, "loaded_tokens") > 0 and harness.total(stats, "fallbacks") == 0
 
