@@ -85,6 +85,11 @@ class Launcher(Protocol):
         them."""
         ...
 
+    def core_variables(self, vllm_flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+        """Variables by which an engine on a CPU keeps as many cores free as without the plugin. ``environment``: what
+        the user has set."""
+        ...
+
     def shell_line(self, command: Sequence[str]) -> str: ...
 
 
