@@ -405,15 +405,18 @@ def test_a_connector_that_was_not_tested_is_told(
     assert bool(found["untested"]) == bool(words)
 
 
-@pytest.mark.feature("states beside a connector without groups", refused=True)
-def test_states_beside_a_connector_without_groups(process: EngineProcess, tmp_path: Path) -> None:
-    """By its code vLLM would end with "Failed to promote local KV cache specs" once it has loaded the weights, also
-    without kvpolicy. Windows it stores whole."""
+@pytest.mark.feature("states beside another connector", refused=True)
+def test_states_beside_another_connector(process: EngineProcess, tmp_path: Path) -> None:
+    """An engine beside DecodeBenchConnector ended in vLLM's kernel for states, for a reason that was not found. For
+    ExampleConnector, which knows one KV cache group, vLLM stores windows whole."""
     families.skip_unless_served(families.FAMILIES["granite-4"])
     flags = ("--dtype", "float32", "--kv-transfer-config", json.dumps(EXAMPLE))
-    found = asked(process, str(families.make("granite-4", tmp_path / "states")), *flags)
-    assert "ExampleConnector knows one KV cache group only" in found["refused"] and "states" in found["refused"]
-    assert found["groups"] == [] and found["helps"] == []
+    model = str(families.make("granite-4", tmp_path / "states"))
+    bench = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+    for name, transfer in (("ExampleConnector", EXAMPLE), ("DecodeBenchConnector", bench)):
+        found = asked(process, model, "--dtype", "float32", "--kv-transfer-config", json.dumps(transfer))
+        assert f"{name} cannot serve beside kvpolicy with a model whose layers keep states" in found["refused"]
+        assert found["groups"] == [] and found["helps"] == []
     windows = asked(process, str(families.make("gpt-oss", tmp_path / "windows")), *flags)
     assert windows["refused"] == windows["not_laid_out"] == ""
     assert [group["kind"] for group in windows["groups"]] == ["FullAttentionSpec"]
