@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvpolicy.host_store import HostCopy, HostStore
-from kvpolicy_vllm.plugin.device_blocks import contents_of, given_away
+from kvpolicy_vllm.plugin.device_blocks import given_away
+from kvpolicy_vllm.plugin.situation import contents_of
 
 
 def scheduler(hashes: list[str | None], clears: bool = False) -> Any:

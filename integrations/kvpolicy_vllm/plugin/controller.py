@@ -25,14 +25,20 @@ from kvpolicy.request_marks import Classes
 from kvpolicy.survival import AllOrNothing, Survival
 from kvpolicy_vllm.plugin.block_tables import BlockTables
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
-from kvpolicy_vllm.plugin.device_blocks import contents_of, given_away, uncomputed, written_by_step
+from kvpolicy_vllm.plugin.device_blocks import given_away, uncomputed, written_by_step
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.marks import Grant, MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
 from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending, SurvivalLearner
 from kvpolicy_vllm.plugin.prompt_cache import PromptCache
-from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
+from kvpolicy_vllm.plugin.situation import (
+    RunningView,
+    contents_of,
+    restorable_tokens,
+    situation_of,
+    why_not_loadable,
+)
 from kvpolicy_vllm.plugin.swaps import Swaps
 from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
 

@@ -1,16 +1,15 @@
-"""What is in the blocks of the device: the contents that a request loses, and those that a step takes from others.
+"""Which blocks of the device lose their content: those that a step takes from others, and those it may write to.
 
 Imports no vLLM: everything is read from the scheduler object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import compress
 from operator import attrgetter, ne
 from typing import Any
 
-from kvpolicy.events import Preemption
 from kvpolicy.host_store import HostStore
 
 KEY, HASH = attrgetter("key"), attrgetter("block_hash")
@@ -35,27 +34,6 @@ def given_away(output: Any, unlisted: Iterable[int], pool: HostStore, blocks: An
         for block_id, key in compress(zip(known, keys, strict=True), map(ne, keys, held)):
             if key is not None:
                 yield block_id
-
-
-def contents_of(
-    request_id: str, situation: Preemption, scheduler: Any, pool: HostStore, measured: bool
-) -> list[tuple[Hashable | None, int]]:
-    """Hash and number of each block that a request loses, in order.
-
-    vLLM hashes a block when the step that fills it is scheduled. Where that step preempts the request after all, the
-    block is not full, and its hash stands for more than it holds.
-
-    Where the engine clears new blocks, it may do so before the worker can save what they held, and a tool that measures
-    evicts them. There no block can be left on the device, and none has a hash here, unless a tool has its content in
-    host memory. ``measured``: whether a tool measures.
-    """
-    leave = not (scheduler.needs_kv_cache_zeroing or measured)
-    blocks = scheduler.kv_cache_manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
-    full_blocks = situation.computed_tokens // situation.block_size if leave or measured else 0
-    hashes = [block.block_hash if index < full_blocks else None for index, block in enumerate(blocks)]
-    if not leave:
-        hashes = [value if pool.stored([value]) else None for value in hashes]
-    return [(value, block.block_id) for value, block in zip(hashes, blocks, strict=True)]
 
 
 def uncomputed(request: Any, scheduler: Any) -> list[int]:

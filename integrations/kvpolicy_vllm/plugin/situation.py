@@ -1,4 +1,5 @@
-"""Reads a `Preemption` from a live scheduler before the victim's blocks are freed, and what could be loaded back.
+"""Reads from a live scheduler, before a victim's blocks are freed, its `Preemption` and the contents that it loses; and
+what could be loaded back.
 
 Imports no vLLM: everything is read from the scheduler object.
 """
@@ -6,11 +7,12 @@ Imports no vLLM: everything is read from the scheduler object.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
+from kvpolicy.host_store import HostStore
 from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.block_tables import BlockTables
 from kvpolicy_vllm.plugin.host_copies import CopyBook
@@ -153,6 +155,27 @@ def situation_of(
 
     keys = (block.block_hash for block in keyed)
     return situation(copies.pool.obtainable(computed, save_blocks, keys, lambda: gain_per_block(situation(0))))
+
+
+def contents_of(
+    request_id: str, situation: Preemption, scheduler: Any, pool: HostStore, measured: bool
+) -> list[tuple[Hashable | None, int]]:
+    """Hash and number of each block that a request loses, in order.
+
+    vLLM hashes a block when the step that fills it is scheduled. Where that step preempts the request after all, the
+    block is not full, and its hash stands for more than it holds.
+
+    Where the engine clears new blocks, it may do so before the worker can save what they held, and a tool that measures
+    evicts them. There no block can be left on the device, and none has a hash here, unless a tool has its content in
+    host memory. ``measured``: whether a tool measures.
+    """
+    leave = not (scheduler.needs_kv_cache_zeroing or measured)
+    blocks = scheduler.kv_cache_manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
+    full_blocks = situation.computed_tokens // situation.block_size if leave or measured else 0
+    hashes = [block.block_hash if index < full_blocks else None for index, block in enumerate(blocks)]
+    if not leave:
+        hashes = [value if pool.stored([value]) else None for value in hashes]
+    return [(value, block.block_id) for value, block in zip(hashes, blocks, strict=True)]
 
 
 def prompt_situation(
