@@ -233,6 +233,12 @@ class ChatLoad:
     )
     prefix_tokens: int = option("Tokens of the shared prefix.", 256, COUNT)
     conversations: int = option("Number of conversations of a run.", 40, COUNT)
+    seconds: float | None = option(
+        "Seconds from the begin of a run after which nobody sends another message; conversations are left where they "
+        "are. Default: all are chatted to their end.",
+        None,
+        POSITIVE,
+    )
     turns: float = option("Mean number of turns of a drawn conversation.", 5.0, TURNS)
     think_s: float = option(
         "Mean seconds before a message, exponentially distributed; think=SECONDS of --workload goes before it.",

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -85,6 +86,19 @@ def test_a_conversation_ends_at_its_first_error_and_others_go_on() -> None:
         ("b", False),
         ("b", False),
     ]
+
+
+@pytest.mark.parametrize(("think_s", "sent"), [(0.0, ["a", "a", "b"]), (6.0, ["a", "a"]), (30.0, [])])
+def test_nobody_sends_a_message_after_the_seconds_of_a_run(think_s: float, sent: list[str]) -> None:
+    """Every answer takes 10 s; a pause that would end too late ends with the run, here at once."""
+    server = Counting()
+    turns = (Turn(5, 2, think_s), Turn(5, 2, 0.0))
+    load = ChatLoad(seconds=25.0)
+    chat = Chat(server, load, range(100, 200), [], "salt", 7, False, lambda: 10.0 * len(server.sent))
+    with patch("asyncio.sleep", lambda seconds, sleep=asyncio.sleep: sleep(0)):
+        run = asyncio.run(chat.run([Conversation("a", turns), Conversation("b", turns)], 1))
+    assert [message.conversation for message in run.messages] == sent
+    assert run.first_idle_s == 10.0 * len(sent)
 
 
 def test_hints_say_what_is_shared_what_goes_on_and_what_is_over() -> None:

@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Protocol
 
 from kvpolicy.errors import InputError
@@ -161,7 +162,7 @@ class ChatRun:
     samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     """The server's counters, by seconds since the begin."""
     first_idle_s: float | None = None
-    """When the first chatter found no conversation left, since the begin."""
+    """When the first chatter found no conversation left, or the time of the run was over, since the begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Chat:
     progress: Callable[[], None] = lambda: None
 
     async def run(self, conversations: Sequence[Conversation], chatters: int) -> ChatRun:
-        """Deal the conversations to so many chatters, in their order."""
+        """Deal the conversations to so many chatters, in their order, until all are over, or the seconds of the load."""
         run = ChatRun(self.clock())
         waiting = deque(conversations)
         sampling = asyncio.create_task(self._sample(run))
@@ -198,16 +199,19 @@ class Chat:
             await asyncio.sleep(SAMPLE_S)
 
     async def _chatter(self, waiting: deque[Conversation], run: ChatRun) -> None:
-        while waiting:
+        while waiting and self._left_s(run) > 0:
             await self._converse(waiting.popleft(), run)
         if run.first_idle_s is None:
             run.first_idle_s = self.clock() - run.begin_s
 
     async def _converse(self, conversation: Conversation, run: ChatRun) -> None:
-        """One conversation to its end, or to its first error."""
+        """One conversation to its end, to its first error, or to the message that would be sent too late."""
         window = list(self.prefix) if conversation.is_prefixed else []
         for number, (turn, text) in enumerate(zip(conversation.turns, self.texts(conversation), strict=True)):
-            await asyncio.sleep(turn.think_s)
+            left_s = self._left_s(run)
+            await asyncio.sleep(max(0.0, min(turn.think_s, left_s)))
+            if turn.think_s > left_s:
+                return
             window += text
             said = self._said(conversation, number) if self.hints else None
             answer = await self.server.complete(window, turn.answer_tokens, self.salt, said)
@@ -216,6 +220,10 @@ class Chat:
             if answer.error:
                 return
             window += answer.token_ids
+
+    def _left_s(self, run: ChatRun) -> float:
+        """Seconds in which messages are still sent."""
+        return inf if self.load.seconds is None else run.begin_s + self.load.seconds - self.clock()
 
     def texts(self, conversation: Conversation) -> list[list[int]]:
         """The messages of a conversation, as token ids."""
