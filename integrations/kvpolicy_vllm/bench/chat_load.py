@@ -181,7 +181,7 @@ class Chat:
     progress: Callable[[], None] = lambda: None
 
     async def run(self, conversations: Sequence[Conversation], chatters: int) -> ChatRun:
-        """Deal the conversations to so many chatters, in their order, until all are over, or the seconds of the load."""
+        """Deal the conversations to so many chatters, in their order, until all are over, or the load's seconds are."""
         run = ChatRun(self.clock())
         waiting = deque(conversations)
         sampling = asyncio.create_task(self._sample(run))
