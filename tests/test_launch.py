@@ -335,6 +335,7 @@ def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPa
     [
         ([], "1"), (["-tp", "2"], "2"), (["--tensor-parallel-size=4"], "4"), (["--tensor_parallel_size", "3"], "3"),
         (["-tp", "many"], "1"), (["-tp"], "1"), (["--config", "FILE"], "8"), (["--config=FILE", "-tp", "2"], "2"),
+        (["-tp", "2", "--config", "FILE"], "2"), (["-tp=2", "--config=FILE"], "2"), (["-tp", "4", "-tp", "2"], "2"),
     ],
 )  # fmt: skip
 def test_as_many_cores_are_left_as_without_a_connector(flags: list[str], cores: str, tmp_path: Path) -> None:

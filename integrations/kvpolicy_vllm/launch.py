@@ -220,17 +220,23 @@ def core_variables(vllm_flags: Sequence[str], environment: Mapping[str, str]) ->
 
 
 def _ranks(vllm_flags: Sequence[str]) -> int:
-    """Tensor-parallel ranks by these flags, the last one that says so; 1 where vLLM will refuse what they say."""
-    ranks: Any = 1
+    """Tensor-parallel ranks by these flags; 1 where vLLM will refuse what they say.
+
+    As vLLM reads them: the command line wins over a ``--config`` file wherever that stands, and the last flag over
+    others.
+    """
+    in_file: list[Any] = []
+    on_line: list[Any] = []
     for number, flag in enumerate(vllm_flags):
         name, equals, value = flag.partition("=")
         value = value if equals else "".join(vllm_flags[number + 1 : number + 2])
-        if name == "--config" and value and not any(_may_mean(f.partition("=")[0], TP, "--t") for f in vllm_flags):
+        if name == "--config" and value:
             _, settings = settings_of(read_text(Path(value), "--config"), f"--config {value}")
-            ranks = next((given for key, given in settings.items() if _may_mean(f"--{key}", TP, "--t")), ranks)
-        elif name in ("-tp", TP) or _may_mean(name, TP, "--t"):
-            ranks = value
-    return int(ranks) if str(ranks).isdigit() and int(ranks) else 1
+            in_file += [given for key, given in settings.items() if _may_mean(f"--{key}", TP, "--t")]
+        elif name == "-tp" or _may_mean(name, TP, "--t"):
+            on_line.append(value)
+    ranks = str([1, *in_file, *on_line][-1])
+    return int(ranks) if ranks.isdecimal() and int(ranks) else 1
 
 
 def shell_line(command: Sequence[str]) -> str:
