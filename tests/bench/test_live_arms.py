@@ -70,8 +70,10 @@ def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: 
     """Where nobody said how: neither of a single one, nor on a GPU."""
     monkeypatch.setattr(launch, "require", lambda name: None)
     monkeypatch.delenv(live_arms.SHARE_VARIABLE, raising=False)
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
     build = {"vllm": "0.32.0+cpu"}
-    monkeypatch.setattr(live_arms, "versions", lambda: build)
+    monkeypatch.setattr(launch, "version", build.__getitem__)
     share = "--gpu-memory-utilization"
     two = sharing_memory(BenchTarget("llm", ("vllm", "kvpolicy", "hints"), vllm_flags=("--seed", "3")))
     assert two.vllm_flags == ("--seed", "3", share, "0.3"), "hints are of the same server as kvpolicy"

@@ -17,7 +17,6 @@ from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.control_arm import Switch
 from kvpolicy_vllm.bench.live_server import LiveServer, refuse_own_flags
 from kvpolicy_vllm.bench.reservation import RESERVED
-from kvpolicy_vllm.bench.resumed_inputs import versions
 from kvpolicy_vllm.plugin.settings import refuse_unsafe_files
 
 STOCK, PLUGIN, HINTS = "vllm", "kvpolicy", "hints"
@@ -86,8 +85,7 @@ def sharing_memory(at: BenchTarget) -> BenchTarget:
     vLLM takes 0.92 of all memory by default, so that the second server would not start. Raises as :func:`arms_of`."""
     servers = len({arm.command for arm in arms_of(at)})
     is_given = os.environ.get(SHARE_VARIABLE) or launch.has_any(at.vllm_flags, SHARE_FLAGS)
-    # As vLLM itself finds out what it was built for.
-    if at.is_url or servers < 2 or is_given or "cpu" not in versions()["vllm"]:
+    if at.is_url or servers < 2 or is_given or not launch.computes_on_cpu(os.environ):
         return at
     return replace(at, vllm_flags=(*at.vllm_flags, SHARE, f"{int(100 * CPU_SHARES / servers) / 100:g}"))
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvpolicy import __version__
 from kvpolicy.workload.join_text import files_of
+from kvpolicy_vllm import launch
 
 
 def versions() -> dict[str, str]:
     """Of kvpolicy, and of the vLLM that is installed here; empty where none is."""
-    try:
-        return {"kvpolicy": __version__, "vllm": version("vllm")}
-    except PackageNotFoundError:
-        return {"kvpolicy": __version__, "vllm": ""}
+    return {"kvpolicy": __version__, "vllm": launch.vllm_version()}
 
 
 def digests(workload: str | None, commands: Iterable[Sequence[str]]) -> dict[str, str]:
