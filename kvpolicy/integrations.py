@@ -6,6 +6,7 @@ without arguments, are an :class:`Integration`.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import warnings
 from collections.abc import Mapping, Sequence
@@ -207,8 +208,9 @@ def serve(
     ``ServerSettings(..., allow_python_policies=True)``. ``vllm_flags``: as on the command line, ``["--port", "8001"]``.
     ``check``: find out before, in some seconds, whether the plugin serves the model with these flags.
 
-    The server answers some time after this returns. It inherits the environment and the output of this process, and
-    runs until ``terminate()`` is called. Its command is ``args`` of the process.
+    The server answers some time after this returns. It inherits the output and the environment of this process, with
+    :meth:`Launcher.core_variables` where that lacks them, and runs until ``terminate()`` is called. Its command is
+    ``args`` of the process.
 
     Raises WrongValue for a wrong argument, a policy object included, InputError for a flag that would undo the
     plugin's, :class:`NotServed` by the check, :class:`EngineMissing` without an engine, and the errors of
@@ -217,7 +219,7 @@ def serve(
     command = serve_command(llm, settings, vllm_flags)
     if check and (doubt := refuse_unserved(llm, settings, vllm_flags)):
         warnings.warn(doubt, stacklevel=2)
-    return subprocess.Popen(command)
+    return subprocess.Popen(command, env=os.environ | launcher().core_variables(vllm_flags, os.environ))
 
 
 def profile(out: Path | str, how: Measurement = Measurement()) -> Report:

@@ -60,7 +60,7 @@ class TestTheCheckBefore:
     def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands: list[list[str]] = []
         monkeypatch.setattr("os.execvpe", lambda file, command, environment: commands.append(command))
-        monkeypatch.setattr(integrations.subprocess, "Popen", commands.append)
+        monkeypatch.setattr(integrations.subprocess, "Popen", lambda command, env: commands.append(command))
         return commands
 
     SERVE = ("serve", "some/llm", "--policy", "always-swap", "--port", "8001")

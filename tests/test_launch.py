@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -474,25 +475,37 @@ def test_classes_of_the_order_that_nobody_is_granted_are_warned_of(
     assert capsys.readouterr().err == ""
 
 
+Started = tuple[list[str], Mapping[str, str]]
+"""A command and its variables."""
+
+
 class TestFromPython:
     """`kvpolicy.serve` starts what `kvpolicy serve` becomes."""
 
     OWN = "python:tests.policy.ten_line_policy:Longer"
 
     @pytest.fixture
-    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        commands: list[list[str]] = []
-        monkeypatch.setattr(integrations.subprocess, "Popen", commands.append)
-        return commands
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+        """What Python and the command line started."""
+        started: list[Started] = []
+        monkeypatch.delenv(launch.RESERVED_CORES, raising=False)
+        monkeypatch.setattr(integrations.subprocess, "Popen", lambda command, env: started.append((command, env)))
+        monkeypatch.setattr("os.execvpe", lambda file, command, env: started.append((command, env)))
+        return started
 
     def test_it_runs_the_command_lines_command(
-        self, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+        self, started: list[Started], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        flags = ["--port", "8001"]
+        """With the same variables."""
+        flags = ["--port", "8001", "-tp", "2"]
+        own = ("--policy", self.OWN, "--host-gib", "0.5", "--allow-python-policies")
         kvpolicy.serve("some/llm", ServerSettings(self.OWN, host_gib=0.5, allow_python_policies=True), flags)
         kvpolicy.serve("some/llm", "always-swap", flags)
-        own = ("--policy", self.OWN, "--host-gib", "0.5", "--allow-python-policies")
-        assert started == [
+        for given in (own, ("--policy", "always-swap")):
+            assert run("serve", "some/llm", *given, *flags) == 0
+        assert started[:2] == started[2:]
+        assert all(variables == os.environ | {launch.RESERVED_CORES: "2"} for _, variables in started)
+        assert [command for command, _ in started[:2]] == [
             dry_run(capsys, "some/llm", *own, *flags), dry_run(capsys, "some/llm", "--policy", "always-swap", *flags)
         ]  # fmt: skip
 
@@ -504,7 +517,7 @@ class TestFromPython:
         assert isinstance(process.args, list) and process.args[3] == "some/llm"
 
     @pytest.mark.parametrize("policy", [Longer(), Longer])
-    def test_an_object_is_refused_with_the_name_to_give(self, started: list[list[str]], policy: Any) -> None:
+    def test_an_object_is_refused_with_the_name_to_give(self, started: list[Started], policy: Any) -> None:
         told = rf"^policy is an object of the class Longer: .* {self.OWN} with allow_python_policies=True"
         for call in (lambda: kvpolicy.serve("some/llm", policy), lambda: ServerSettings(policy)):
             with pytest.raises(WrongValue, match=told):
@@ -517,7 +530,7 @@ class TestFromPython:
         with pytest.raises(WrongValue, match=rf"^order is an object of the class SpareChats: .* {path}"):
             ServerSettings("always-swap", order=order)
 
-    def test_one_that_no_module_has_is_told_to_be_put_into_one(self, started: list[list[str]]) -> None:
+    def test_one_that_no_module_has_is_told_to_be_put_into_one(self, started: list[Started]) -> None:
         class Here(Longer):
             pass
 
@@ -537,7 +550,7 @@ class TestFromPython:
         ],
     )
     def test_what_cannot_be_served_is_refused_before_anything_starts(
-        self, started: list[list[str]], arguments: tuple[Any, ...], told: str
+        self, started: list[Started], arguments: tuple[Any, ...], told: str
     ) -> None:
         with pytest.raises(KVPolicyError, match=told):
             kvpolicy.serve("some/llm", *arguments)
