@@ -43,7 +43,6 @@ ELSEWHERE = {
     "kvpolicy_vllm.bench.load_kinds": ["bench/test_run_bench.py"],
     "kvpolicy_vllm.bench.load_report": ["bench/test_run_bench.py"],
     "kvpolicy_vllm.bench.rate_kind": ["bench/test_rate_load.py"],
-    "kvpolicy_vllm.bench.engine_run": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.inspect_model": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.measure_engine": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.measured_window": ["vllm/test_run_profile.py"],

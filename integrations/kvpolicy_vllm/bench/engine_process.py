@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from kvpolicy.errors import EngineFailed
@@ -90,10 +90,17 @@ class EngineProcess:
     """A child process with one engine. A context manager; :meth:`ask` runs a job and may be called repeatedly.
 
     ``module`` is run as ``__main__``; its output goes to ``log`` (None: a temporary file). ``measures`` and
-    ``as_server``: as for :func:`environment`.
+    ``as_server``: as for :func:`environment`. ``variables``: further ones of its environment.
     """
 
-    def __init__(self, module: str, log: Path | None = None, measures: bool = True, as_server: bool = False) -> None:
+    def __init__(
+        self,
+        module: str,
+        log: Path | None = None,
+        measures: bool = True,
+        as_server: bool = False,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         jobs_read, jobs_write = os.pipe()
         answers_read, answers_write = os.pipe()
         self._log_folder = tempfile.TemporaryDirectory() if log is None else None
@@ -104,7 +111,7 @@ class EngineProcess:
         with self._log.open("w") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env=environment(measures, as_server) | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
+                env=environment(measures, as_server) | variables | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,

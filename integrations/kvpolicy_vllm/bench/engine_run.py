@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from kvpolicy_vllm.bench.engine_process import FLAGS, EngineProcess
 from kvpolicy_vllm.bench.job import NOISE_LIMIT
 from kvpolicy_vllm.bench.profile_results import finish_core
+from kvpolicy_vllm.launch import core_variables
 
 WindowProgress = Callable[[int, int], None]
 """Callback for progress: windows done, windows in all."""
@@ -37,7 +39,10 @@ def run_engine(
         report_progress(counts["done"], counts["windows"])
 
     report_progress(0, 0)
-    with EngineProcess(module, folder / "engine.log", as_server=FLAGS in job["engine"]) as engine:
+    flags = job["engine"].get(FLAGS)
+    # With its plugin it would compute with other threads than the server whose engine it is measured as.
+    cores = {} if flags is None else core_variables(flags, os.environ)
+    with EngineProcess(module, folder / "engine.log", as_server=flags is not None, variables=cores) as engine:
         result = engine.ask(dict(job), news)
     core = str(result["core"])
     noise = result["noise"] | {
