@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.errors import EngineFailed
+from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import live_server
 from kvpolicy_vllm.bench.live_server import LiveServer, session_cpu_s, session_runs
 
@@ -18,6 +19,19 @@ def test_a_server_that_ends_says_its_last_words(tmp_path: Path, monkeypatch: pyt
         pytest.raises(EngineFailed, match=r"(?s)ended with 3 before it answered.*no such model"),
         LiveServer(command, tmp_path / "log"),
     ):
+        pass
+
+
+@pytest.mark.parametrize(("given", "cores"), [(None, "2"), ("0", "0")])
+def test_a_server_on_a_cpu_has_the_cores_that_it_has_without_a_connector(
+    given: str | None, cores: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "version", lambda name: "0.32.0+cpu")
+    monkeypatch.delenv(launch.RESERVED_CORES, raising=False)
+    if given is not None:
+        monkeypatch.setenv(launch.RESERVED_CORES, given)
+    command = ["/bin/sh", "-c", f"echo cores ${launch.RESERVED_CORES}.; exit 3", "--", "-tp", "2"]
+    with pytest.raises(EngineFailed, match=rf"cores {cores}\."), LiveServer(command, tmp_path / "log"):
         pass
 
 
