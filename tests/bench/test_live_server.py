@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,14 +47,28 @@ def test_a_server_without_enough_memory_says_so_in_one_line(tmp_path: Path) -> N
     )
 
 
+OUTLIVED = """
+import subprocess, sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+killed = subprocess.Popen(["sleep", "1000"])
+while_server = "while kill -0 $PPID 2> /dev/null; do sleep 0.05; done"
+slow = subprocess.Popen(["/bin/sh", "-c", f"{while_server}; sleep 1"], process_group=0)
+(folder / "pids").write_text(f"{killed.pid} {slow.pid}")
+(folder / "up").touch()
+slow.wait()
+"""
+"""A server with a child that goes on until it is killed, and one that is not killed, and ends a second after it."""
+
+
 def test_a_server_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_server, "_answers", lambda url: (tmp_path / "up").exists())
-    command = ["/bin/sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/pid; touch {tmp_path}/up; wait", "--"]
-    with LiveServer(command, tmp_path / "log") as server:
-        pid = int((tmp_path / "pid").read_text())
+    with LiveServer([sys.executable, "-c", OUTLIVED, str(tmp_path)], tmp_path / "log") as server:
         server.refuse_ended()
-    stat = Path(f"/proc/{pid}/stat")
-    assert not stat.exists() or stat.read_text().split(")")[1].split()[0] == "Z", "whoever comes next needs its memory"
+    for pid in (tmp_path / "pids").read_text().split():
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().split(")")[1].split()[0] == "Z", "the next one needs its memory"
 
 
 def test_cpu_time_is_that_of_all_processes_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +80,25 @@ def test_cpu_time_is_that_of_all_processes_of_a_server(tmp_path: Path, monkeypat
         assert session_cpu_s(-1) == 0.0
 
 
+STAT = "{pid} ({name}) S 1 1 {session} 0 -1 4194560 99 0 0 0 {ticks} {ticks} 0 0 20 0 1 0 4711 8454144 1024"
+"""/proc/PID/stat up to its field 24, of a process with one thread."""
+
+
 def test_cpu_time_is_read_by_session_whatever_a_process_is_called(tmp_path: Path) -> None:
     for pid, name, session, ticks in ((7, "a) S 9 (b", 70, 300), (8, "sh", 70, 50), (9, "sh", 90, 1000)):
         (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S 1 1 {session} 0 -1 0 0 0 0 0 {ticks} {ticks} 0 0")
+        (tmp_path / str(pid) / "stat").write_text(STAT.format(pid=pid, name=name, session=session, ticks=ticks))
     (tmp_path / "10").mkdir()  # ended meanwhile
     assert session_cpu_s(70, tmp_path) == pytest.approx(2 * 350 / os.sysconf("SC_CLK_TCK"))
     assert session_runs(70, tmp_path) and session_runs(90, tmp_path) and not session_runs(80, tmp_path)
-    (tmp_path / "9" / "stat").write_text("9 (sh) Z 1 1 90 0 -1 0 0 0 0 0 1 1 0 0")
-    assert not session_runs(90, tmp_path), "a zombie holds nothing"
+
+
+@pytest.mark.parametrize(
+    ("state", "threads", "runs"), [("S", 1, True), ("S", 9, True), ("Z", 1, False), ("X", 0, False), ("Z", 2, True)]
+)
+def test_a_process_has_ended_when_all_its_threads_have(state: str, threads: int, runs: bool, tmp_path: Path) -> None:
+    """Killed, its first thread may be a zombie while another one holds the memory of all."""
+    (tmp_path / "9").mkdir()
+    stat = STAT.replace(" S ", f" {state} ").replace(" 20 0 1 ", f" 20 0 {threads} ")
+    (tmp_path / "9" / "stat").write_text(stat.format(pid=9, name="sh", session=90, ticks=1))
+    assert session_runs(90, tmp_path) == runs

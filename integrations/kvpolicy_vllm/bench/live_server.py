@@ -24,10 +24,11 @@ READY_S = 1800.0
 """Seconds that a server may take to load its model and answer."""
 END_S = 60.0
 """Seconds that it may take to end before it is killed."""
-STATE, SESSION, USER_TICKS, SYSTEM_TICKS = 0, 3, 11, 12
+STATE, SESSION, USER_TICKS, SYSTEM_TICKS, THREADS = 0, 3, 11, 12, 17
 """Places of fields in /proc/PID/stat, counted from the one after the name: proc(5)."""
+NUMBERS = (USER_TICKS, SYSTEM_TICKS, THREADS)
 ENDED = "ZX"
-"""States of processes that hold nothing any more: zombies, and dead ones."""
+"""States of a process whose first thread has ended: zombies, and dead ones."""
 OWN_FLAGS = {"--host": "the bench chooses it", "--port": "the bench chooses it", "--api-key": "the bench sends no key"}
 
 
@@ -132,8 +133,11 @@ def session_cpu_s(session: int, processes: Path = Path("/proc")) -> float:
 
 
 def session_runs(session: int, processes: Path = Path("/proc")) -> bool:
-    """Whether any process of a session is there that has not ended; False where the system keeps no such files."""
-    return any(fields[STATE] not in ENDED for fields in _session(session, processes))
+    """Whether any process of a session is there that has not ended; False where the system keeps no such files.
+
+    The state is that of a process's first thread. Others may take longer to end, and hold the memory until then.
+    """
+    return any(fields[STATE] not in ENDED or int(fields[THREADS]) > 1 for fields in _session(session, processes))
 
 
 def _session(session: int, processes: Path) -> Iterator[list[str]]:
@@ -141,7 +145,7 @@ def _session(session: int, processes: Path) -> Iterator[list[str]]:
     for stat in processes.glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):  # a process that ended meanwhile
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[SESSION]) == session and fields[USER_TICKS].isdigit() and fields[SYSTEM_TICKS].isdigit():
+            if int(fields[SESSION]) == session and all(fields[place].isdigit() for place in NUMBERS):
                 yield fields
 
 
