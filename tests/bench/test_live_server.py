@@ -11,7 +11,7 @@ import pytest
 from kvpolicy.errors import EngineFailed
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import live_server
-from kvpolicy_vllm.bench.live_server import LiveServer, session_cpu_s, session_runs
+from kvpolicy_vllm.bench.live_server import LiveServer, session_cores, session_cpu_s, session_runs
 
 
 def test_a_server_that_ends_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,3 +102,24 @@ def test_a_process_has_ended_when_all_its_threads_have(state: str, threads: int,
     stat = STAT.replace(" S ", f" {state} ").replace(" 20 0 1 ", f" 20 0 {threads} ")
     (tmp_path / "9" / "stat").write_text(stat.format(pid=9, name="sh", session=90, ticks=1))
     assert session_runs(90, tmp_path) == runs
+
+
+def test_cores_are_those_of_all_threads_of_a_session(tmp_path: Path) -> None:
+    for pid, session, allowed in ((7, 70, ("0-3", "0")), (8, 70, ("0-3", "1")), (9, 90, ("0-3",))):
+        for thread, cores in enumerate(allowed):
+            (tmp_path / f"{pid}" / "task" / f"{pid + thread}").mkdir(parents=True)
+            status = f"Name:\tsh\nCpus_allowed:\tf\nCpus_allowed_list:\t{cores}\nMems_allowed_list:\t0\n"
+            (tmp_path / f"{pid}" / "task" / f"{pid + thread}" / "status").write_text(status)
+        (tmp_path / f"{pid}" / "stat").write_text(STAT.format(pid=pid, name="sh", session=session, ticks=1))
+    (tmp_path / "8" / "task" / "99").mkdir()  # a thread that ended meanwhile
+    assert session_cores(70, tmp_path) == ["0", "0-3", "1"]
+    assert session_cores(90, tmp_path) == ["0-3"] and session_cores(80, tmp_path) == []
+
+
+def test_cores_are_read_of_a_server_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its child may run on one core alone."""
+    monkeypatch.setattr(live_server, "_answers", lambda url: (tmp_path / "up").exists())
+    core = max(os.sched_getaffinity(0))
+    child = f"import os, time; os.sched_setaffinity(0, [{core}]); open('{tmp_path}/up', 'w').close(); time.sleep(1000)"
+    with LiveServer([sys.executable, "-c", child], tmp_path / "log") as server:
+        assert server.cores == [str(core)]

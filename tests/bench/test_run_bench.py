@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_an_analysis_finds_its_prefix(two: tuple[Small, Small, BenchTarget], tmp
     short, long = (cell["arms"]["first"] for cell in found.to_dict()["cells"])
     assert 0.4 < short["hit_rate"] < long["hit_rate"] < 0.9
     for run in found.results["runs"]:
-        assert run["cpu_s"] is None, "nobody knows what a server took that runs already"
+        assert run["cpu_s"] is run["cores"] is None, "nobody knows what a server took that runs already"
         assert run["requests"] == 10 and all(len(row["token_ids"]) == 2 for row in run["rows"])
 
 
@@ -375,6 +375,8 @@ class Started:
     alone: ClassVar[list[str]] = []
     """Servers that were asked for something while there was no other one."""
     ports: ClassVar[dict[str, int]] = {}
+    bound: ClassVar[Mapping[str, list[str]]] = {}
+    """Cores of threads, by a server's name, where they are not those of the machine."""
     cpu_s = 1.0
 
     def __init__(self, command: Sequence[str], log: Path, say: Callable[[str], None]) -> None:
@@ -397,6 +399,10 @@ class Started:
         self.alive.remove(self)
         warmed = [body for body in self.small.bodies if body.get("cache_salt") == "warm-up"]
         assert len(warmed) == (WARM_UP if self.small.bodies else 0), "each process by itself"
+
+    @property
+    def cores(self) -> list[str]:
+        return self.bound.get(self._name, ["0-1"])
 
     def refuse_ended(self) -> None:
         assert self in self.alive
@@ -431,6 +437,22 @@ def test_all_servers_are_ended_and_started_anew_in_the_other_order(ours: BenchTa
     assert "brackets 95% intervals over 3 starts of the servers" in " ".join(
         (tmp_path / "page.html").read_text().split()
     )
+
+
+def test_servers_on_other_cores_are_the_first_thing_that_is_said(
+    ours: BenchTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be what the flags ask for, and is no error."""
+    load = replace(FIVE, prefix_tokens=(40,), rounds=2)
+    same = run_bench.bench(tmp_path / "same", load, ours)
+    assert all(run["cores"] == ["0-1"] for run in same.results["runs"])
+    assert "CORES" not in same.text() and same.to_dict()["unequal_cores"] == {}
+    monkeypatch.setattr(Started, "bound", {"vllm": ["0", "0-1"]})
+    found = run_bench.bench(tmp_path / "other", load, ours)
+    assert found.text().startswith("UNEQUAL CORES: ratios compare these as well.")
+    for arm, cores in (("vllm", ["0", "0-1"]), ("kvpolicy", ["0-1"]), ("hints", ["0-1"])):
+        assert f"{arm}: {', '.join(cores)}" in found.text() and found.to_dict()["unequal_cores"][arm] == cores
+    assert found.ok
 
 
 def test_one_start_serves_all_rounds_where_nobody_said_otherwise(ours: BenchTarget, tmp_path: Path) -> None:

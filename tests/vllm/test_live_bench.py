@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -141,13 +142,19 @@ def test_rates_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path
 def test_servers_on_a_cpu_start_beside_each_other_without_a_flag(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each by default wants nearly all of the memory, of which it is given a share."""
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    """Each by default wants nearly all of the memory, of which it is given a share; and takes the same cores, with the
+    plugin and without it, where vLLM chooses them."""
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    monkeypatch.delenv(launch.RESERVED_CORES, raising=False)
     load = AnalyticsLoad(prefix_tokens=(64,), texts=4, rounds=1, price_ratio=False)
     found = integrations.bench(tmp_path, load, BenchTarget(model, ("vllm", "kvpolicy"), SETTINGS, FLAGS))
     assert isinstance(found, LoadReport) and found.ok, found.text()
     assert "each is started with --gpu-memory-utilization 0.3" in capsys.readouterr().err
     assert all(arm["command"][-1] == "0.3" for arm in found.results["arms"])
+    assert found.to_dict()["unequal_cores"] == {}, found.text()
+    if len(os.sched_getaffinity(0)) > 1:
+        assert all(len(run["cores"]) > 1 for run in found.results["runs"]), "the workers are bound to fewer cores"
 
 
 @pytest.mark.usefixtures("small_machine")

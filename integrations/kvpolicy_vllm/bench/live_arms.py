@@ -168,6 +168,11 @@ class Servers:
         server = self._alive.get(arm.command)
         return None if arm.url or server is None else server.cpu_s
 
+    def cores(self, arm: LiveArm) -> list[str] | None:
+        """What cores threads of the arm's server may run on; None for one that was not started here."""
+        server = self._alive.get(arm.command)
+        return None if arm.url or server is None else server.cores
+
     def end(self) -> None:
         """End all that were started. Whoever asks for one afterwards gets a new process."""
         self._alive.clear()

@@ -27,6 +27,8 @@ END_S = 60.0
 STATE, SESSION, USER_TICKS, SYSTEM_TICKS, THREADS = 0, 3, 11, 12, 17
 """Places of fields in /proc/PID/stat, counted from the one after the name: proc(5)."""
 NUMBERS = (USER_TICKS, SYSTEM_TICKS, THREADS)
+CORES = "Cpus_allowed_list:"
+"""In /proc/PID/task/*/status, before the cores that a thread may run on, as 0-1,4."""
 ENDED = "ZX"
 """States of a process whose first thread has ended: zombies, and dead ones."""
 OWN_FLAGS = {"--host": "the bench chooses it", "--port": "the bench chooses it", "--api-key": "the bench sends no key"}
@@ -98,6 +100,11 @@ class LiveServer:
         """Seconds on processors that its processes took so far, those that have ended left out."""
         return session_cpu_s(self._process.pid) if self._process is not None else 0.0
 
+    @property
+    def cores(self) -> list[str]:
+        """As :func:`session_cores`, of its processes."""
+        return session_cores(self._process.pid) if self._process is not None else []
+
     def _end(self) -> None:
         process = self._process
         if process is None:
@@ -128,8 +135,21 @@ def free_port() -> int:
 def session_cpu_s(session: int, processes: Path = Path("/proc")) -> float:
     """Seconds on processors, of the user and the system, of all processes of a session, by its id; 0 where the system
     keeps no such files."""
-    ticks = sum(int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS]) for fields in _session(session, processes))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    found = _session(session, processes)
+    return sum(int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS]) for _, fields in found) / os.sysconf("SC_CLK_TCK")
+
+
+def session_cores(session: int, processes: Path = Path("/proc")) -> list[str]:
+    """What cores threads of a session may run on, each list of cores once: those of the whole machine, and those that
+    vLLM's CPU engine binds threads to. Empty where the system keeps no such files."""
+    found: set[str] = set()
+    for folder, _ in _session(session, processes):
+        with suppress(OSError):  # a process that ended meanwhile
+            for status in list(folder.glob("task/*/status")):
+                with suppress(OSError):  # a thread that did
+                    lines = status.read_text().splitlines()
+                    found.update(line.split()[1] for line in lines if line.startswith(CORES))
+    return sorted(found)
 
 
 def session_runs(session: int, processes: Path = Path("/proc")) -> bool:
@@ -137,16 +157,16 @@ def session_runs(session: int, processes: Path = Path("/proc")) -> bool:
 
     The state is that of a process's first thread. Others may take longer to end, and hold the memory until then.
     """
-    return any(fields[STATE] not in ENDED or int(fields[THREADS]) > 1 for fields in _session(session, processes))
+    return any(fields[STATE] not in ENDED or int(fields[THREADS]) > 1 for _, fields in _session(session, processes))
 
 
-def _session(session: int, processes: Path) -> Iterator[list[str]]:
-    """Fields of every process of a session, from the one after its name on, which may hold anything."""
+def _session(session: int, processes: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Every process of a session: its folder, and its fields after the name, which may hold anything."""
     for stat in processes.glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):  # a process that ended meanwhile
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[SESSION]) == session and all(fields[place].isdigit() for place in NUMBERS):
-                yield fields
+                yield stat.parent, fields
 
 
 def refuse_own_flags(vllm_flags: Sequence[str]) -> None:

@@ -96,6 +96,14 @@ class LoadReport:
         """The first arm's tokens against each other arm's, by setting and round."""
         return [one for comparison in self.results["comparisons"] for one in comparison["tokens"].values()]
 
+    def unequal_cores(self) -> dict[str, list[str]]:
+        """By arm, the cores that threads of its servers may run on; empty where all have the same, or nobody knows."""
+        found: dict[str, set[str]] = {}
+        for run in self.results["runs"]:
+            found.setdefault(run["arm"], set()).update(run.get("cores") or ())
+        by_arm = {name: sorted(cores) for name, cores in found.items() if cores}
+        return by_arm if len({tuple(cores) for cores in by_arm.values()}) > 1 else {}
+
     def to_dict(self) -> dict[str, Any]:
         """Without the single requests, which are in bench.json."""
         cells = [
@@ -115,6 +123,7 @@ class LoadReport:
             "cells": cells,
             "prices": self.results.get("prices"),
             "errors": self.errors(),
+            "unequal_cores": self.unequal_cores(),
             "tokens": {"compared": tokens, "different": different, "wrong": self.wrong(), "largest_gap": gap},
         } | ({"sustained": dict(self.sustained())} if self._is_sweep else {})
 
@@ -214,6 +223,11 @@ class LoadReport:
             console.print(
                 f"TOKENS DIFFER: {wrong} conversations are not those of {self.arms[0]}, and no tie of "
                 "log-probabilities explains it. Times of other answers cannot be compared."
+            )
+        if unequal := self.unequal_cores():
+            by_arm = "; ".join(f"{name}: {', '.join(cores)}" for name, cores in unequal.items())
+            console.print(
+                "UNEQUAL CORES: ratios compare these as well. What threads of each arm's server may run on: " + by_arm
             )
         console.print(self._table())
         if self._has_lookups:

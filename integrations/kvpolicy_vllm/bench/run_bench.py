@@ -279,7 +279,8 @@ class Driver:
             self._servers.url(arm)  # which raises where the server has ended: its run is no result
             cpu_s = None if before_s is None or after_s is None else after_s - before_s
             start = {"start": self._start_of(round_)} if self._start_of else {}
-            yield {"cell": cell, "round": round_, "arm": arm.name, "cpu_s": cpu_s} | start | figures
+            took = {"cpu_s": cpu_s, "cores": self._servers.cores(arm)}
+            yield {"cell": cell, "round": round_, "arm": arm.name} | took | start | figures
 
     async def _terms(self, api: Api, cell: Cell, round_: int, arm: LiveArm) -> Terms:
         if self._model is None:
