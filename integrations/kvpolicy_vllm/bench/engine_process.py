@@ -111,7 +111,7 @@ class EngineProcess:
         with self._log.open("w") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env=environment(measures, as_server) | variables | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
+                env=environment(measures, as_server) | dict(variables) | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
