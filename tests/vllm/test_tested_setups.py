@@ -32,10 +32,12 @@ def with_layers(*groups: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, needs_kv_cache_zeroing=has_states)
 
 
-FULL, WINDOW, STATE, LATENT = (
+FULL, WINDOW, CHUNK, STATE, LATENT = (
     SimpleNamespace(kv_cache_spec=type(kind, (), {})())
-    for kind in ("FullAttentionSpec", "SlidingWindowSpec", "MambaSpec", "MLAAttentionSpec")
-)
+    for kind in (
+        "FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec", "MLAAttentionSpec",
+    )
+)  # fmt: skip
 WHOLE_WINDOW, WHOLE_CHUNK = (
     SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {name: 64})())
     for name in ("sliding_window", "attention_chunk_size")
@@ -57,6 +59,8 @@ ONLY_FULL = "NixlConnector was tested beside it with one KV cache group of full 
         (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, WINDOW), ONLY_FULL),
         (["DecodeBenchConnector"], with_layers(FULL, STATE), "DecodeBenchConnector was tested beside it with one KV "
          "cache group of full attention, or with windows only"),
+        (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, CHUNK), f"DecodeBenchConnector, {ONLY_FULL}"),
+        (["DecodeBenchConnector", "NixlConnector"], with_layers(LATENT), f"DecodeBenchConnector, {ONLY_FULL}"),
     ],
 )  # fmt: skip
 def test_connectors_that_were_not_tested_are_told(beside: list[str], kv_cache: Any, words: str) -> None:

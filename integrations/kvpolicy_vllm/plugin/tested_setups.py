@@ -62,7 +62,7 @@ def untested_connectors(names: Sequence[str], kv_cache: KVCacheConfig | None) ->
         names = [name for name in names if name not in TESTED_WITH_WINDOWS]
     if not names:
         return ""
-    also = ", or with windows" if set(names) & set(TESTED_WITH_WINDOWS) else ""
+    also = ", or with windows" if set(names) <= set(TESTED_WITH_WINDOWS) else ""
     return (
         f"{', '.join(names)} was tested beside it with one KV cache group of full attention{also} only, and this model "
         "has several, or windows, chunks, states or latent attention"
