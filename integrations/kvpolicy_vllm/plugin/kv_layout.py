@@ -36,6 +36,14 @@ def kind_of(group: Any) -> str:
     return type(group.kv_cache_spec).__name__
 
 
+def state_kind(group: Any) -> str:
+    """vLLM's name of the states that the group's layers keep, as MAMBA2; empty where they keep none."""
+    if kind_of(group) != "MambaSpec":
+        return ""
+    kept = group.kv_cache_spec.mamba_type
+    return str(getattr(kept, "name", kept))
+
+
 def is_plain(kv_cache: KVCacheConfig) -> bool:
     """Whether there is one block table, and every block in it is needed."""
     groups = kv_cache.kv_cache_groups

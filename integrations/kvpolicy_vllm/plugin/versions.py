@@ -22,10 +22,11 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.connector_list import configured, own_settings, problem_of
 from kvpolicy_vllm.plugin.engine_config import refuse_other_model
 from kvpolicy_vllm.plugin.host_share import take_share
-from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
+from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of, state_kind
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
+from kvpolicy_vllm.plugin.state_steps import beyond_a_block_of_states
 
 if TYPE_CHECKING:
     from vllm.platforms import Platform
@@ -38,6 +39,8 @@ OLDEST_WITH_TABLES = (0, 32)
 there are several groups, and lay out the KV cache in another way."""
 OLDEST_WITH_DEFERRED_FREES = (0, 30)
 """For blocks that come free a step late. Earlier versions preempt request after request for them."""
+WITHIN_A_BLOCK_OF_STATES = (0, 32)
+"""The version whose CPU build ends beyond one. On earlier ones states are not served, and 0.33 has no CPU build."""
 SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
 """Specifications of KV cache groups, by vLLM's names."""
 SERVED_STATES = ("MAMBA2", "GDN_ATTN")
@@ -429,6 +432,9 @@ def _refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         raise UnsupportedEngine(_older_message(named, instead))
     if overwrites_before_saves(config, kv_cache):
         _refuse_overwritten(config, f"{named} of several precisions, or with states,")
+    ends = platform().is_cpu() and engine_version(allow_untested=allows_untested(config)) == WITHIN_A_BLOCK_OF_STATES
+    if ends and (problem := beyond_a_block_of_states(config, kv_cache)):
+        raise UnsupportedEngine(problem)
 
 
 def _problem_of(group: Any) -> str:
@@ -438,9 +444,8 @@ def _problem_of(group: Any) -> str:
         return f"a KV cache group ({kind}) that is in host memory or may not be transferred"
     if kind not in SERVED_GROUPS:
         return f"KV cache groups of the kind {kind}, only {', '.join(SERVED_GROUPS)}"
-    if kind != "MambaSpec":
+    if not (state := state_kind(group)):
         return ""
-    state = getattr(spec.mamba_type, "name", str(spec.mamba_type))
     if state not in SERVED_STATES:
         return f"states of the kind {state}, only {', '.join(SERVED_STATES)}"
     if spec.mamba_cache_mode not in ("none", "align"):
