@@ -65,6 +65,12 @@ def has_windows_alone(kv_cache: KVCacheConfig) -> bool:
     return "SlidingWindowSpec" in kinds and kinds <= {"FullAttentionSpec", "SlidingWindowSpec"}
 
 
+def has_mamba2_alone(kv_cache: KVCacheConfig) -> bool:
+    """Whether all layers but those of full attention keep Mamba2 states."""
+    others = [group for group in kv_cache.kv_cache_groups if kind_of(group) != "FullAttentionSpec"]
+    return {state_kind(group) for group in others} == {"MAMBA2"}
+
+
 def is_replicated(kv_cache: KVCacheConfig) -> bool:
     """Whether every rank keeps the same of every layer. An MLA model may have layers with states beside its latent KV,
     as Kimi Linear has: each rank keeps the states of its own heads."""

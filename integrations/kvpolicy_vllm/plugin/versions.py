@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 import vllm.platforms
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import KVTransferConfig, VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy import policy as policies
@@ -250,6 +251,15 @@ def connectors_beside(config: VllmConfig) -> list[str]:
     return [name for one in listed if (name := str(one.get("kv_connector"))) != CONNECTOR]
 
 
+def without_groups(config: VllmConfig) -> list[str]:
+    """Names of the connectors beside kvpolicy's for which vLLM, from 0.32 on, puts all layers into one KV cache
+    group."""
+    transfer = config.kv_transfer_config
+    listed = [] if transfer is None else configured(transfer)
+    others = [KVTransferConfig(**one) for one in listed if one.get("kv_connector") != CONNECTOR]
+    return [str(one.kv_connector) for one in others if not KVConnectorFactory.supports_hma_config(one)]
+
+
 def refuse_offloading(config: VllmConfig) -> None:
     """Refuse KV offloading, for which some versions replace this connector; called before the connector is made."""
     if getattr(config.cache_config, "kv_offloading_size", None) is not None:
@@ -303,10 +313,10 @@ def _refuse_model(config: VllmConfig) -> None:
     _refuse_first(refusals)
     if model.is_hybrid:
         _refuse_older(config, "a model whose layers keep states beside attention")
-        if names := connectors_beside(config):
+        if names := without_groups(config):
             raise UnsupportedEngine(
-                f"--kv-transfer-config: {', '.join(names)} cannot serve beside kvpolicy with a model whose layers keep "
-                "states beside attention: an engine that was tried ended; leave it out"
+                f"--kv-transfer-config: {', '.join(names)} knows one KV cache group only, and a model whose layers "
+                "keep states beside attention has several, which vLLM cannot make one of: leave it out"
             )
         if config.use_v2_model_runner:
             _refuse_overwritten(config, "a model whose layers keep states beside attention")
