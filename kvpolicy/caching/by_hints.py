@@ -206,6 +206,7 @@ class Hinted(CachingPolicy):
 
     def is_needed(self, key: Key) -> bool:
         """Whether it is pinned, or a block that is there continues it and is of no use without it."""
+        self._holds.expire(self._clock())
         return key in self._children or self._holds.is_pinned(key)
 
     def wanted(self, chain: Chain, hints: Hints) -> int:

@@ -58,6 +58,18 @@ def test_a_pin_is_of_whole_leading_blocks_and_outlasts_the_session() -> None:
     assert policy.evict(8, ()) == ["c"] and policy.hits("ab") == 2
 
 
+def test_what_was_pinned_is_needed_until_its_time_is_over() -> None:
+    """Though nobody has asked for anything since."""
+    policy, clock = hinted()
+    policy.asked("ab", 0)
+    policy.hinted("ab", Hints(pin_tokens=BLOCK))
+    assert policy.is_needed("a") and not policy.is_needed("b")
+    clock.now_s = policy.limits.keep_s
+    assert not policy.is_needed("a")
+    policy.stored("ab", [0, 1])
+    assert policy.is_needed("a"), "the block that continues it is there"
+
+
 def test_a_pin_of_the_whole_prompt_is_cut_to_the_share_of_its_class() -> None:
     policy, _ = hinted(12, share=0.5, each=0.25)
     serve(policy, "abcdef", Hints(pin_tokens=ALL_TOKENS), "one")

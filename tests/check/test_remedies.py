@@ -53,6 +53,20 @@ def test_a_limit_of_the_scheduler_is_raised_to_the_length_of_the_model(drafts: d
     assert helping(asked, lambda changed: changed.max_num_scheduled_tokens == 4096) == raised
 
 
+@pytest.mark.parametrize(("limit", "name"), [(None, "batched"), (1024, "scheduled")])
+def test_steps_are_kept_within_a_block_of_states(limit: int | None, name: str) -> None:
+    """Where there are states, and by the flag that limits."""
+    asked = arguments(max_num_batched_tokens=2048, max_num_scheduled_tokens=limit, enable_prefix_caching=None)
+    attention, states = {"kind": "FullAttentionSpec", "block_size": 16}, {"kind": "MambaSpec", "block_size": 128}
+
+    def is_served(changed: Any) -> bool:
+        return getattr(changed, f"max_num_{name}_tokens") == 128 or changed.enable_prefix_caching is False
+
+    within, without = f"--max-num-{name}-tokens 128", "--no-enable-prefix-caching"
+    assert helping(asked, is_served, [attention, states]) == [within, without]
+    assert helping(asked, is_served, [attention]) == helping(asked, is_served) == [without]
+
+
 def test_one_change_is_tried_at_a_time_and_none_stays() -> None:
     asked = arguments(pipeline_parallel_size=2, speculative_config={"method": "ngram"})
     tried: list[tuple[int, bool, str]] = []

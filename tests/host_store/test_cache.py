@@ -227,6 +227,18 @@ def test_while_too_much_waits_to_be_saved_only_what_is_not_to_be_missed_is_saved
     assert plain.lost(serve(plain, "abc", 10)) == [] and plain.counts.refused == 3
 
 
+def test_a_pin_whose_time_is_over_waits_like_all_others() -> None:
+    """Also where the device loses its blocks long after the last request has come."""
+    now_s = 0.0
+    store = HostStore(8, Hinted(Lru(8), lambda: now_s, 1, HintLimits(600.0, 0.5, 0.5)))
+    store.takes_saves = lambda: False
+    first, second = pin(store, "uv", 20), pin(store, "xy", 30)
+    now_s = 599.0
+    assert keys(store.lost(first)) == ["u", "uv"]
+    now_s = 600.0
+    assert store.lost(second) == [] and store.counts.refused == 2
+
+
 def test_what_a_hint_holds_back_goes_before_what_comes_with_it_and_nobody_holds() -> None:
     """Though the others are of earlier places in their prompts, and what is there need not all go for them."""
     store = with_hints(6)

@@ -33,6 +33,8 @@ pytestmark = pytest.mark.scheduler
 
 SWAP = ServerSettings("always-swap", host_gib=0.5)
 BLOCK_SIZE = 32
+SMALL_STEPS = ("--max-num-batched-tokens", "64")
+"""Within a block of states, beyond which vLLM 0.32's CPU build ends with prefix caching, its default."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_fp8_with_layers_that_it_was_not_tested_with_is_told(
     process: EngineProcess, family: str, words: str, tmp_path: Path
 ) -> None:
     llm = str(families.make(family, tmp_path))
-    untested = asked(process, llm, "--dtype", "float32", "--kv-cache-dtype", "fp8")["untested"]
+    untested = asked(process, llm, "--dtype", "float32", "--kv-cache-dtype", "fp8", *SMALL_STEPS)["untested"]
     assert untested.startswith(f"--kv-cache-dtype fp8 was not tested with {words};" if words else "")
     assert bool(untested) == bool(words)
 
@@ -214,6 +216,22 @@ def test_drafts_beside_prompts_that_fit_into_no_step(process: EngineProcess, tmp
     assert enough["refused"] == enough["not_laid_out"] == "" and enough["groups"]
 
 
+@pytest.mark.feature("steps beyond a block of Mamba2 states, with prefix caching on a CPU", refused=True)
+def test_steps_beyond_a_block_of_states(process: EngineProcess, tmp_path: Path) -> None:
+    """At which vLLM ends, also without kvpolicy (`tests/vllm/test_state_steps.py`): so do a server's defaults, 2,048
+    tokens in a step and prefix caching. Attention and states of the model have blocks of 128 tokens."""
+    families.skip_unless_served(families.FAMILIES["granite-4"])
+    llm = str(families.make("granite-4", tmp_path))
+    for given, tokens in (((), "2048"), (("--max-num-batched-tokens", "129"), "129")):
+        found = asked(process, llm, "--dtype", "float32", *given)
+        assert f"128 here, and a step may have {tokens}" in found["refused"]
+        assert len(found["groups"]) == 4 and found["block_bytes"] == 0
+        assert found["helps"] == ["--max-num-batched-tokens 128", "--no-enable-prefix-caching"]
+    for given in (("--max-num-batched-tokens", "128"), ("--no-enable-prefix-caching",)):
+        found = asked(process, llm, "--dtype", "float32", *given)
+        assert found["refused"] == found["not_laid_out"] == "" and len(found["groups"]) == 4
+
+
 @pytest.mark.feature("a cache of prompts over windows, states or several KV cache groups", refused=True)
 @pytest.mark.parametrize(
     ("family", "words", "helps"),
@@ -229,7 +247,8 @@ def test_a_cache_of_prompts_is_refused_by_the_models_layers(
     """And the model is served without it, or with its windows stored whole."""
     families.skip_unless_served(families.FAMILIES[family])
     llm = str(families.make(family, tmp_path / "model"))
-    flags = ("--dtype", families.FAMILIES[family].dtype, "--enable-prefix-caching")
+    flags = ["--dtype", families.FAMILIES[family].dtype, "--enable-prefix-caching"]
+    flags += SMALL_STEPS if family == "granite-4" else ()
     found = asked(process, llm, *flags, settings=ServerSettings("always-swap", host_gib=0.5, cache="cost"))
     assert found["refused"].endswith(f"kvpolicy does not cache prompts {words}: leave --cache out")
     assert found["helps"] == [*helps, "--cache off"]
@@ -389,6 +408,8 @@ def test_other_connectors_are_put_behind(process: EngineProcess, model: str) -> 
     [
         ("llama", "DecodeBenchConnector", ""),
         ("gpt-oss", "DecodeBenchConnector", ""),
+        ("granite-4", "DecodeBenchConnector", ""),
+        ("granite-4", "SimpleCPUOffloadConnector", "was not tested beside it; tested are ExampleConnector"),
         ("gpt-oss", "SimpleCPUOffloadConnector", "was not tested beside it; tested are ExampleConnector"),
         ("llama", "SimpleCPUOffloadConnector", "was not tested beside it; tested are ExampleConnector"),
     ],
@@ -399,24 +420,21 @@ def test_a_connector_that_was_not_tested_is_told(
     families.skip_unless_served(families.FAMILIES["gpt-oss"])
     llm = str(families.make(family, tmp_path / "model"))
     other = json.dumps({"kv_connector": connector, "kv_role": "kv_both"})
-    found = asked(process, llm, "--dtype", "float32", "--kv-transfer-config", other)
+    found = asked(process, llm, "--dtype", "float32", *SMALL_STEPS, "--kv-transfer-config", other)
     assert found["refused"] == found["not_laid_out"] == "" and found["groups"]
     assert found["untested"].startswith(f"{connector} {words}" if words else "")
     assert bool(found["untested"]) == bool(words)
 
 
-@pytest.mark.feature("states beside another connector", refused=True)
+@pytest.mark.feature("states beside a connector without groups", refused=True)
 def test_states_beside_another_connector(process: EngineProcess, tmp_path: Path) -> None:
-    """An engine beside DecodeBenchConnector ended in vLLM's kernel for states, for a reason that was not found. For
-    ExampleConnector, which knows one KV cache group, vLLM stores windows whole."""
+    """Of one that knows one KV cache group: by its code vLLM would end with "Failed to promote local KV cache specs"
+    once it has loaded the weights, also without kvpolicy. Windows it stores whole."""
     families.skip_unless_served(families.FAMILIES["granite-4"])
-    flags = ("--dtype", "float32", "--kv-transfer-config", json.dumps(EXAMPLE))
-    model = str(families.make("granite-4", tmp_path / "states"))
-    bench = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
-    for name, transfer in (("ExampleConnector", EXAMPLE), ("DecodeBenchConnector", bench)):
-        found = asked(process, model, "--dtype", "float32", "--kv-transfer-config", json.dumps(transfer))
-        assert f"{name} cannot serve beside kvpolicy with a model whose layers keep states" in found["refused"]
-        assert found["groups"] == [] and found["helps"] == []
+    flags = ("--dtype", "float32", *SMALL_STEPS, "--kv-transfer-config", json.dumps(EXAMPLE))
+    found = asked(process, str(families.make("granite-4", tmp_path / "states")), *flags)
+    assert "ExampleConnector knows one KV cache group only" in found["refused"] and "states" in found["refused"]
+    assert found["groups"] == [] and found["helps"] == []
     windows = asked(process, str(families.make("gpt-oss", tmp_path / "windows")), *flags)
     assert windows["refused"] == windows["not_laid_out"] == ""
     assert [group["kind"] for group in windows["groups"]] == ["FullAttentionSpec"]
@@ -426,7 +444,8 @@ def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_pat
     """A hybrid's attention block has the bytes of a state, so ranks without a head of their own need fewer tokens a
     block. Before, layers of several ranks were made as one rank's, and vLLM refused the state that did not fit."""
     model = str(families.make("granite-4", tmp_path / "model", kv_heads=1))
-    alone, two = (check(model, SWAP, ["--dtype", "float32", "--tensor-parallel-size", str(n)]) for n in (1, 2))
+    flags = ["--dtype", "float32", *SMALL_STEPS, "--tensor-parallel-size"]
+    alone, two = (check(model, SWAP, [*flags, str(n)]) for n in (1, 2))
     state, (width, heads, head) = 8 * 32 * 32 * 4, (4, 1, 32)  # of one layer, without that of its convolution
     assert alone.ok and two.ok
     for found, ranks in ((alone, 1), (two, 2)):

@@ -57,8 +57,9 @@ def test_what_is_given_holds_on_the_command_line_and_in_a_file(
 def test_blocks_are_those_that_vllm_makes_of_the_layers(process: EngineProcess, tmp_path: Path) -> None:
     """A block of attention is as large as a state, whatever size is asked for; windows have a table of their own."""
     granite = str(families.make("granite-4", tmp_path / "granite"))
+    within = ("--dtype", "float32", "--max-num-batched-tokens", "64")
     for asked_for in ((), ("--block-size", "32")):
-        found = asked(process, granite, "--dtype", "float32", *asked_for)["server"]
+        found = asked(process, granite, *within, *asked_for)["server"]
         assert found["block_size"] == (96 if asked_for else 128) and found["keeps_states"] is True
         assert found["block_tables"] == 4 and found["kv_token_bytes"] == 4 * 512
     gpt_oss = str(families.make("gpt-oss", tmp_path / "gpt-oss"))
@@ -66,6 +67,15 @@ def test_blocks_are_those_that_vllm_makes_of_the_layers(process: EngineProcess, 
     assert (found["block_size"], found["block_tables"], found["keeps_states"]) == (32, 2, False)
     whole = asked(process, gpt_oss, "--dtype", "float32", "--disable-hybrid-kv-cache-manager")["server"]
     assert whole["block_tables"] == 1 and whole["kv_token_bytes"] == found["kv_token_bytes"]
+
+
+def test_layers_that_are_not_served_are_refused_before_weights_are_read(process: EngineProcess, tmp_path: Path) -> None:
+    """As with prefix caching and steps beyond a block of states, at which vLLM 0.32's CPU build ends."""
+    families.skip_unless_served(families.FAMILIES["granite-4"])
+    granite = str(families.make("granite-4", tmp_path))
+    found = asked(process, granite, "--dtype", "float32")
+    assert found["server"] is None and "than a block of Mamba2 states has, 128 here" in found["refused"]
+    assert asked(process, granite, "--dtype", "float32", "--no-enable-prefix-caching")["server"]["keeps_states"]
 
 
 @pytest.mark.parametrize(

@@ -194,9 +194,22 @@ def of_family(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
     ],
 )
 def test_windows_beside_a_connector_that_makes_prompts_up(family: str, tmp_path: Path) -> None:
-    """Not tried are states: that connector writes to those of every request, whichever it is asked for."""
-    model, engine = of_family(family, tmp_path)
-    result = interrupted(model, DECODE_BENCH, CASES | FAILING, tmp_path, enable_prefix_caching=True, **engine)
+    """In groups of their own."""
+    assert_made_up_prompts_come_back(family, tmp_path)
+
+
+@pytest.mark.feature("MultiConnector over several KV cache groups")
+def test_states_beside_a_connector_that_makes_prompts_up(tmp_path: Path) -> None:
+    """Of one request alone: that connector writes to the states of all, whichever request it is given. A failed load is
+    recomputed in steps within a block of states, beyond which vLLM ends by itself (`tests/vllm/test_state_steps.py`).
+    """
+    assert_made_up_prompts_come_back("granite-4", tmp_path, max_num_batched_tokens=64)
+
+
+def assert_made_up_prompts_come_back(family: str, folder: Path, **limits: Any) -> None:
+    """As of full attention in :func:`test_beside_a_connector_that_makes_prompts_up`."""
+    model, engine = of_family(family, folder)
+    result = interrupted(model, DECODE_BENCH, CASES | FAILING, folder, enable_prefix_caching=True, **engine | limits)
     assert tuple(result["groups"]) == families.FAMILIES[family].groups
     assert_no_bit_changed(result)
     failed = result["cases"]["its load fails"]

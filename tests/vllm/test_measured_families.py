@@ -39,8 +39,9 @@ NO_CACHING = {"enable_prefix_caching": False}
 OWN_ENGINE: dict[str, dict[str, Any]] = {
     "granite-4": NO_CACHING, "nemotron-h": NO_CACHING, "deepseek-v2": NO_CACHING
 }  # fmt: skip
-"""With prefix caching vLLM's CPU build ends with an IndexError in ``mamba_mixer2`` once a step computes a prompt across
-the end of a block of states. Of MLA a prefix cache would have a victim's whole blocks saved later than the others."""
+"""With prefix caching vLLM's CPU build ends with an IndexError in ``mamba_mixer2`` once a step computes a prompt beyond
+a block of Mamba2 states, and the plugin refuses such steps (:mod:`kvpolicy_vllm.plugin.state_steps`). Of MLA a prefix
+cache would have a victim's whole blocks saved later than the others."""
 REQUESTS = harness.prompts(14, (60, 320), (60, 200), seed=6)
 SCARCE_BLOCKS = {
     "gpt-oss": 44, "gemma-3": 110, "mistral": 26, "granite-4": 34, "nemotron-h": 28, "qwen3-next": 30,

@@ -153,6 +153,8 @@ def test_more_ranks_than_kv_heads_under_pressure(family: str, tmp_path: Path) ->
     result = pressed(family, requests(19), {"tensor_parallel_size": 2}, tmp_path, model)
     assert_unharmed(result)
     flags = ["--dtype", "float32", "--tensor-parallel-size", "2"]
+    for limit in ("max_num_seqs", "max_num_batched_tokens"):
+        flags += [f"--{limit.replace('_', '-')}", str(ENGINE[limit])]
     if size := (families.PLAIN | families.FAMILIES)[family].engine.get("block_size"):
         flags += ["--block-size", str(size)]
     found = check(str(model), ServerSettings("always-swap", host_gib=harness.HOST_GIB), flags)

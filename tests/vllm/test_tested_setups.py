@@ -32,9 +32,13 @@ def with_layers(*groups: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, needs_kv_cache_zeroing=has_states)
 
 
-FULL, WINDOW, STATE, LATENT = (
+FULL, WINDOW, CHUNK, LATENT = (
     SimpleNamespace(kv_cache_spec=type(kind, (), {})())
-    for kind in ("FullAttentionSpec", "SlidingWindowSpec", "MambaSpec", "MLAAttentionSpec")
+    for kind in ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MLAAttentionSpec")
+)
+MAMBA2, GDN = (
+    SimpleNamespace(kv_cache_spec=type("MambaSpec", (), {"mamba_type": SimpleNamespace(name=name)})())
+    for name in ("MAMBA2", "GDN_ATTN")
 )
 WHOLE_WINDOW, WHOLE_CHUNK = (
     SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {name: 64})())
@@ -42,12 +46,16 @@ WHOLE_WINDOW, WHOLE_CHUNK = (
 )
 """Of which all blocks are stored, as with --disable-hybrid-kv-cache-manager."""
 ONLY_FULL = "NixlConnector was tested beside it with one KV cache group of full attention only"
+NO_OTHERS = (
+    "DecodeBenchConnector was tested beside it with one KV cache group of full attention, with windows or with Mamba2 "
+    "states only, and this model has others"
+)
 
 
 @pytest.mark.parametrize(
     ("beside", "kv_cache", "words"),
     [
-        ([], with_layers(STATE), ""),
+        ([], with_layers(MAMBA2), ""),
         (["NixlConnector"], with_layers(FULL), ""),
         (["LMCacheMPConnector"], None, ""),
         (["NixlConnector", "MyConnector"], with_layers(FULL), "MyConnector was not tested"),
@@ -55,10 +63,16 @@ ONLY_FULL = "NixlConnector was tested beside it with one KV cache group of full 
         (["NixlConnector"], with_layers(FULL, WINDOW), ONLY_FULL),
         (["DecodeBenchConnector"], with_layers(FULL, WINDOW), ""),
         (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, WINDOW), ONLY_FULL),
-        (["DecodeBenchConnector"], with_layers(FULL, STATE), "DecodeBenchConnector was tested beside it with one KV "
-         "cache group of full attention, or with windows only"),
+        (["NixlConnector"], with_layers(FULL, MAMBA2), ONLY_FULL),
+        (["DecodeBenchConnector"], with_layers(FULL, MAMBA2), ""),
+        (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, MAMBA2), ONLY_FULL),
+        (["DecodeBenchConnector"], with_layers(FULL, GDN), NO_OTHERS),
+        (["DecodeBenchConnector"], with_layers(FULL, CHUNK), NO_OTHERS),
+        (["DecodeBenchConnector"], with_layers(FULL, WINDOW, MAMBA2), NO_OTHERS),
+        (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, CHUNK), f"DecodeBenchConnector, {ONLY_FULL}"),
+        (["DecodeBenchConnector", "NixlConnector"], with_layers(LATENT), f"DecodeBenchConnector, {ONLY_FULL}"),
     ],
-)  # fmt: skip
+)
 def test_connectors_that_were_not_tested_are_told(beside: list[str], kv_cache: Any, words: str) -> None:
     said = tested_setups.untested_connectors(beside, kv_cache)
     assert said.startswith(words) and bool(said) == bool(words)
@@ -85,7 +99,7 @@ def test_layers_that_a_connector_was_not_tested_with_are_told(kv_cache: Any, wor
 
 
 @pytest.mark.parametrize("use_v2_model_runner", [False, True])
-@pytest.mark.parametrize("kv_cache", [None, with_layers(FULL, STATE)])
+@pytest.mark.parametrize("kv_cache", [None, with_layers(FULL, MAMBA2)])
 def test_states_whose_blocks_are_held_are_told(kv_cache: Any, use_v2_model_runner: bool) -> None:
     """By the layers, or by the model's configuration where these are not known."""
     config = configured(is_hybrid=True)

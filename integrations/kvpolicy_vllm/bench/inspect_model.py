@@ -22,6 +22,7 @@ from kvpolicy_vllm.bench.profile_parts import tables_of
 from kvpolicy_vllm.bench.weightless import laid_out
 from kvpolicy_vllm.plugin.engine_config import geometry_of
 from kvpolicy_vllm.plugin.kv_layout import block_bytes, block_size, is_plain, kept_layers
+from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,7 +67,8 @@ def _blocks_of(config: VllmConfig) -> dict[str, Any]:
     the tables and all ranks.
 
     vLLM makes blocks larger once it knows the layers: one of attention has to hold as many bytes as a state. So the
-    layers are made, without weights. Where that cannot be done, all is as the configuration says.
+    layers are made, without weights. Where that cannot be done, all is as the configuration says. Raises
+    UnsupportedEngine for layers that the plugin does not serve.
     """
     ranks = int(config.parallel_config.tensor_parallel_size)
     try:
@@ -81,6 +83,7 @@ def _blocks_of(config: VllmConfig) -> dict[str, Any]:
             "keeps_states": bool(config.model_config.is_hybrid),
             "kv_token_bytes": geometry_of(config).kv_bytes_per_token * ranks,
         }
+    refuse_unsupported(config, kv_cache)
     size, tables = block_size(kv_cache), 1 if is_plain(kv_cache) else len(kv_cache.kv_cache_groups)
     return {
         "block_size": size,

@@ -57,7 +57,8 @@ def looked_at(flags: list[str]) -> dict[str, Any]:
     except RefusedByVllm as error:  # which names vLLM's own flags
         return known | {"refused": str(error)}
     except NotServed as error:
-        return known | {"refused": str(error), "groups": error.groups, "helps": helping(arguments, is_served)}
+        helps = helping(arguments, is_served, error.groups)
+        return known | {"refused": str(error), "groups": error.groups, "helps": helps}
 
 
 class NotServed(KVPolicyError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -51,6 +51,7 @@ REMEDIES = (
     Remedy("no --speculative-config", {"speculative_config": None}),
     Remedy("--kv-cache-dtype auto", {"kv_cache_dtype": "auto"}),
     Remedy("--mamba-cache-mode align", {"mamba_cache_mode": "align"}),
+    Remedy("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
     Remedy("--pipeline-parallel-size 1", {"pipeline_parallel_size": 1}),
     Remedy("--decode-context-parallel-size 1", {"decode_context_parallel_size": 1}),
     Remedy("no --enable-return-routed-experts", {"enable_return_routed_experts": False}),
@@ -65,21 +66,35 @@ REMEDIES = (
 """In the order in which they are named. What costs memory or speed says so in the documentation, not here."""
 
 
-def helping(arguments: Any, is_served: Callable[[Any], bool]) -> list[str]:
-    """The names of the changes with any one of which the server's arguments would be served."""
-    remedies = (*_room_for_prompts(arguments), *REMEDIES)
+def helping(arguments: Any, is_served: Callable[[Any], bool], groups: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """The names of the changes with any one of which the server's arguments would be served. ``groups``: those of the
+    model's layers, where they were made before it was refused."""
+    remedies = (*_room_for_prompts(arguments), *_steps_within_a_block(arguments, groups), *REMEDIES)
     return [remedy.name for remedy in remedies if remedy.changes(arguments) and _tried(remedy, arguments, is_served)]
 
 
 def _room_for_prompts(arguments: Any) -> list[Remedy]:
     """As many tokens in a step as the model's length, where too few of them may have a server refused: where tokens are
     drafted, or the scheduler's limit is given, see :func:`kvpolicy_vllm.plugin.prompt_room.longer_than_a_step`."""
-    limited = getattr(arguments, "max_num_scheduled_tokens", None) is not None  # which older versions do not have
-    if not limited and getattr(arguments, "speculative_config", None) is None:
+    if not _limits_the_scheduler(arguments) and getattr(arguments, "speculative_config", None) is None:
         return []
-    longest = deepcopy(arguments).create_model_config().max_model_len
-    name = "scheduled" if limited else "batched"
-    return [Remedy(f"--max-num-{name}-tokens {longest}", {f"max_num_{name}_tokens": longest})]
+    return [_tokens_in_a_step(arguments, deepcopy(arguments).create_model_config().max_model_len)]
+
+
+def _steps_within_a_block(arguments: Any, groups: Sequence[Mapping[str, Any]]) -> list[Remedy]:
+    """As many tokens in a step as a block of states has, where more of them may have a server refused: see
+    :func:`kvpolicy_vllm.plugin.state_steps.beyond_a_block_of_states`."""
+    sizes = [int(group["block_size"]) for group in groups if group["kind"] == "MambaSpec"]
+    return [_tokens_in_a_step(arguments, min(sizes))] if sizes else []
+
+
+def _tokens_in_a_step(arguments: Any, tokens: int) -> Remedy:
+    name = "scheduled" if _limits_the_scheduler(arguments) else "batched"
+    return Remedy(f"--max-num-{name}-tokens {tokens}", {f"max_num_{name}_tokens": tokens})
+
+
+def _limits_the_scheduler(arguments: Any) -> bool:
+    return getattr(arguments, "max_num_scheduled_tokens", None) is not None  # which older versions do not have
 
 
 def _tried(remedy: Remedy, arguments: Any, is_served: Callable[[Any], bool]) -> bool:

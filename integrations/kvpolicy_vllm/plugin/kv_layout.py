@@ -36,6 +36,14 @@ def kind_of(group: Any) -> str:
     return type(group.kv_cache_spec).__name__
 
 
+def state_kind(group: Any) -> str:
+    """vLLM's name of the states that the group's layers keep, as MAMBA2; empty where they keep none."""
+    if kind_of(group) != "MambaSpec":
+        return ""
+    kept = group.kv_cache_spec.mamba_type
+    return str(getattr(kept, "name", kept))
+
+
 def is_plain(kv_cache: KVCacheConfig) -> bool:
     """Whether there is one block table, and every block in it is needed."""
     groups = kv_cache.kv_cache_groups
@@ -55,6 +63,12 @@ def has_windows_alone(kv_cache: KVCacheConfig) -> bool:
     """Whether all layers but those of full attention have a window, and groups of their own."""
     kinds = {kind_of(group) for group in kv_cache.kv_cache_groups}
     return "SlidingWindowSpec" in kinds and kinds <= {"FullAttentionSpec", "SlidingWindowSpec"}
+
+
+def has_mamba2_alone(kv_cache: KVCacheConfig) -> bool:
+    """Whether all layers but those of full attention keep Mamba2 states."""
+    others = [group for group in kv_cache.kv_cache_groups if kind_of(group) != "FullAttentionSpec"]
+    return {state_kind(group) for group in others} == {"MAMBA2"}
 
 
 def is_replicated(kv_cache: KVCacheConfig) -> bool:

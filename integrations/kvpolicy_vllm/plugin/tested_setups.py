@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvpolicy_vllm.plugin.kv_layout import attends_to_everything, has_windows_alone
+from kvpolicy_vllm.plugin.kv_layout import attends_to_everything, has_mamba2_alone, has_windows_alone
 from kvpolicy_vllm.plugin.versions import connectors_beside, overwrites_before_saves
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector", "L
 """Connectors that were tested beside kvpolicy's."""
 TESTED_WITH_WINDOWS = ("DecodeBenchConnector",)
 """Those of them that were tested with layers of windows in groups of their own."""
+TESTED_WITH_MAMBA2 = ("DecodeBenchConnector",)
+"""Those of them that were tested with layers of Mamba2 states."""
 TESTED_MULTIMODAL = {"LlavaForConditionalGeneration": "", "Qwen2VLForConditionalGeneration": "videos"}
 """Architectures that were tested with pictures, and what else they take, which was not."""
 TESTED_WITH_FP8 = "full attention and windows"
@@ -60,13 +62,15 @@ def untested_connectors(names: Sequence[str], kv_cache: KVCacheConfig | None) ->
         return ""
     if has_windows_alone(kv_cache):
         names = [name for name in names if name not in TESTED_WITH_WINDOWS]
+    if has_mamba2_alone(kv_cache):
+        names = [name for name in names if name not in TESTED_WITH_MAMBA2]
     if not names:
         return ""
-    also = ", or with windows" if set(names) & set(TESTED_WITH_WINDOWS) else ""
-    return (
-        f"{', '.join(names)} was tested beside it with one KV cache group of full attention{also} only, and this model "
-        "has several, or windows, chunks, states or latent attention"
-    )
+    layers, here = "one KV cache group of full attention", "several, or windows, chunks, states or latent attention"
+    tested = (("windows", TESTED_WITH_WINDOWS), ("Mamba2 states", TESTED_WITH_MAMBA2))
+    if also := [kind for kind, connectors in tested if set(names) <= set(connectors)]:
+        layers, here = f"{layers}, with {' or with '.join(also)}", "others"
+    return f"{', '.join(names)} was tested beside it with {layers} only, and this model has {here}"
 
 
 def untested_inputs(config: VllmConfig) -> str:

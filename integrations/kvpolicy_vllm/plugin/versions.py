@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 import vllm.platforms
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import KVTransferConfig, VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy import policy as policies
@@ -22,10 +23,11 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.connector_list import configured, own_settings, problem_of
 from kvpolicy_vllm.plugin.engine_config import refuse_other_model
 from kvpolicy_vllm.plugin.host_share import take_share
-from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
+from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of, state_kind
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
+from kvpolicy_vllm.plugin.state_steps import beyond_a_block_of_states
 
 if TYPE_CHECKING:
     from vllm.platforms import Platform
@@ -38,6 +40,8 @@ OLDEST_WITH_TABLES = (0, 32)
 there are several groups, and lay out the KV cache in another way."""
 OLDEST_WITH_DEFERRED_FREES = (0, 30)
 """For blocks that come free a step late. Earlier versions preempt request after request for them."""
+WITHIN_A_BLOCK_OF_STATES = (0, 32)
+"""The version whose CPU build ends beyond one. On earlier ones states are not served, and 0.33 has no CPU build."""
 SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
 """Specifications of KV cache groups, by vLLM's names."""
 SERVED_STATES = ("MAMBA2", "GDN_ATTN")
@@ -247,6 +251,15 @@ def connectors_beside(config: VllmConfig) -> list[str]:
     return [name for one in listed if (name := str(one.get("kv_connector"))) != CONNECTOR]
 
 
+def without_groups(config: VllmConfig) -> list[str]:
+    """Names of the connectors beside kvpolicy's for which vLLM, from 0.32 on, puts all layers into one KV cache
+    group."""
+    transfer = config.kv_transfer_config
+    listed = [] if transfer is None else configured(transfer)
+    others = [KVTransferConfig(**one) for one in listed if one.get("kv_connector") != CONNECTOR]
+    return [str(one.kv_connector) for one in others if not KVConnectorFactory.supports_hma_config(one)]
+
+
 def refuse_offloading(config: VllmConfig) -> None:
     """Refuse KV offloading, for which some versions replace this connector; called before the connector is made."""
     if getattr(config.cache_config, "kv_offloading_size", None) is not None:
@@ -300,10 +313,10 @@ def _refuse_model(config: VllmConfig) -> None:
     _refuse_first(refusals)
     if model.is_hybrid:
         _refuse_older(config, "a model whose layers keep states beside attention")
-        if names := connectors_beside(config):
+        if names := without_groups(config):
             raise UnsupportedEngine(
-                f"--kv-transfer-config: {', '.join(names)} cannot serve beside kvpolicy with a model whose layers keep "
-                "states beside attention: an engine that was tried ended; leave it out"
+                f"--kv-transfer-config: {', '.join(names)} knows one KV cache group only, and a model whose layers "
+                "keep states beside attention has several, which vLLM cannot make one of: leave it out"
             )
         if config.use_v2_model_runner:
             _refuse_overwritten(config, "a model whose layers keep states beside attention")
@@ -429,6 +442,9 @@ def _refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         raise UnsupportedEngine(_older_message(named, instead))
     if overwrites_before_saves(config, kv_cache):
         _refuse_overwritten(config, f"{named} of several precisions, or with states,")
+    ends = platform().is_cpu() and engine_version(allow_untested=allows_untested(config)) == WITHIN_A_BLOCK_OF_STATES
+    if ends and (problem := beyond_a_block_of_states(config, kv_cache)):
+        raise UnsupportedEngine(problem)
 
 
 def _problem_of(group: Any) -> str:
@@ -438,9 +454,8 @@ def _problem_of(group: Any) -> str:
         return f"a KV cache group ({kind}) that is in host memory or may not be transferred"
     if kind not in SERVED_GROUPS:
         return f"KV cache groups of the kind {kind}, only {', '.join(SERVED_GROUPS)}"
-    if kind != "MambaSpec":
+    if not (state := state_kind(group)):
         return ""
-    state = getattr(spec.mamba_type, "name", str(spec.mamba_type))
     if state not in SERVED_STATES:
         return f"states of the kind {state}, only {', '.join(SERVED_STATES)}"
     if spec.mamba_cache_mode not in ("none", "align"):

@@ -1,0 +1,43 @@
+"""Whether a step may compute a prompt beyond the end of a block of Mamba2 states. Called by
+:mod:`kvpolicy_vllm.plugin.versions` where vLLM ends then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpolicy_vllm.plugin.kv_layout import state_kind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def beyond_a_block_of_states(config: VllmConfig, kv_cache: KVCacheConfig) -> str:
+    """Why the engine would end, and what would be right; empty where it would not.
+
+    With prefix caching vLLM keeps the state at the last end of a block within a step's part of a prompt. Mamba2 layers
+    ask their kernel for the states at the ends of all chunks, and take that one and each request's last one from them.
+    The kernel of vLLM 0.32's CPU build returns the last ones alone, whatever it is asked for, and the engine ends with
+    an IndexError, with and without kvpolicy. Of GDN layers nothing is asked within a step: vLLM ends a step's part of
+    the prompt at the block's end.
+    """
+    sizes = [
+        int(group.kv_cache_spec.block_size)
+        for group in kv_cache.kv_cache_groups
+        if state_kind(group) == "MAMBA2"
+        and group.kv_cache_spec.mamba_cache_mode == "align"
+        and getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0) > 0  # not in all versions
+    ]
+    if not sizes:
+        return ""
+    scheduler, block = config.scheduler_config, min(sizes)
+    limit = scheduler.max_num_scheduled_tokens
+    room = scheduler.max_num_batched_tokens if limit is None else limit
+    if min(room, config.model_config.max_model_len) <= block:
+        return ""
+    return (
+        "with prefix caching vLLM's CPU build ends with an IndexError in mamba_mixer2, also without kvpolicy, once a "
+        f"step computes more tokens of a prompt than a block of Mamba2 states has, {block} here, and a step may have "
+        f"{room}: give --no-enable-prefix-caching, or --max-num-{'batched' if limit is None else 'scheduled'}-tokens "
+        f"of at most {block}"
+    )
