@@ -1,7 +1,10 @@
 """kvpolicy's tier of files below the host memory of vLLM's own OffloadingConnector, from vLLM 0.32 on, by an entry of
 that connector's setting ``secondary_tiers``:
 
-    {"type": "BoundedFileTier", "module_path": "kvpolicy_vllm.file_offloading", "directory": "/nvme/kv", "max_gib": 500}
+    {"type": "kvpolicy-files", "directory": "/nvme/kv", "max_gib": 500}
+
+Where vLLM does not load kvpolicy's plugin, as where ``VLLM_PLUGINS`` names others, it is ``"type": "BoundedFileTier"``
+with ``"module_path": "kvpolicy_vllm.file_offloading"``.
 
 Unlike vLLM's tier of files it is bounded, checks what it reads, keeps files private, and tells models apart by their
 weights. Needs neither kvpolicy's scheduler nor its connector, beside which vLLM's cannot serve.

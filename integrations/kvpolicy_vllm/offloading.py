@@ -1,5 +1,7 @@
-"""kvpolicy's caching policy for vLLM's own OffloadingConnector, from vLLM 0.32 on, by two of that connector's settings:
+"""kvpolicy's caching policy for vLLM's own OffloadingConnector, from vLLM 0.32 on, by one of that connector's settings,
+or by two where vLLM does not load kvpolicy's plugin, as where ``VLLM_PLUGINS`` names others:
 
+    "eviction_policy": "kvpolicy-cost"
     "eviction_policy": "CostCachePolicy", "cache_policy_module_path": "kvpolicy_vllm.offloading"
 
 It takes the place of vLLM's ``lru`` and ``arc``: which chunks of host memory are given up, and nothing else. Needs

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from kvpolicy.errors import InputError
 from kvpolicy_vllm.file_offloading import BoundedFileTier
 from tests.tiers.blocks import files_of
+from kvpolicy_vllm.plugin import register
 from tests.vllm.alone import made_request
 
 pytestmark = pytest.mark.scheduler
@@ -153,6 +154,16 @@ def test_chunks_that_left_host_memory_are_loaded_from_files(servers: Any) -> Non
 
 
 def test_a_restart_finds_the_files(servers: Any, tmp_path: Path) -> None:
+def test_it_is_found_by_its_name_alone_once_the_plugin_is_loaded(servers: Any) -> None:
+    """Possibly twice, as vLLM may load it."""
+    register()
+    register()
+    server = servers(settings={"type": "kvpolicy-files", "module_path": None})
+    server.serve(keys_of("a", 3))
+    server.serve(keys_of("b", 4))
+    assert server.serve(keys_of("a", 3)) == 3 and server.tier.tier.usage().counts["loaded"] >= 3
+
+
     first = servers()
     keys = keys_of("a", 3)
     first.serve(keys)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +13,11 @@ pytest.importorskip("vllm.v1.kv_offload.cpu.policies.base", reason="this vLLM ha
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
 from kvpolicy_vllm.offloading import CostCachePolicy
+from kvpolicy_vllm.plugin import offloading_names, register
 from tests.caching.test_by_cost import conversations
 
 pytestmark = pytest.mark.scheduler
@@ -74,6 +78,50 @@ def test_it_is_found_by_its_module_and_keeps_conversations_before_other_prompts(
     assert {policy: hits_of(policy, 150, chains) for policy in loaded} == loaded
     page = (Path(__file__).parents[2] / "docs" / "caching.md").read_text()
     assert all(f"{chunks:,}" in page for chunks in loaded.values())
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """vLLM's registry of caching policies, with its own alone, as in a process that has loaded no plugin."""
+    known = {name: loader for name, loader in CachePolicyFactory._registry.items() if name != offloading_names.POLICY}
+    monkeypatch.setattr(CachePolicyFactory, "_registry", known)
+    return known
+
+
+def test_it_is_found_by_its_name_alone_once_the_plugin_is_loaded(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin is loaded in several processes, and possibly twice in one."""
+    with monkeypatch.context() as fresh:
+        fresh.delitem(sys.modules, "kvpolicy_vllm.offloading")
+        register()
+        register()
+        assert "kvpolicy_vllm.offloading" not in sys.modules, "imported where nobody has asked for it"
+    host = CPUOffloadingManager(8, cache_policy="kvpolicy-cost")
+    assert type(host._policy) is CostCachePolicy
+    assert serve(host, 0, keys_of([(0, block) for block in range(4)])) == 0
+    assert serve(host, 1, keys_of([(0, block) for block in range(6)])) == 4
+
+
+def test_a_vllm_whose_policies_are_others_starts_as_before(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that tells a policy less, as 0.30, has no such name; neither has one whose registry takes other arguments,
+    nor one without a registry."""
+    with monkeypatch.context() as older:
+        older.delattr(CachePolicy, "on_request_finished")
+        register()
+    with monkeypatch.context() as newer:
+        newer.setattr(CachePolicyFactory, "register_cache_policy", lambda name: None)
+        register()
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "vllm.v1.kv_offload.cpu.policies.factory", None)
+        register()
+    assert offloading_names.POLICY not in names
+    with pytest.raises(ValueError, match="Unknown cache policy: 'kvpolicy-cost'"):
+        CPUOffloadingManager(8, cache_policy="kvpolicy-cost")
+    register()
+    assert offloading_names.POLICY in names
 
 
 def test_a_longer_prompt_than_the_memory_holds_what_it_can() -> None:
