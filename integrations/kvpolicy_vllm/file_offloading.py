@@ -71,6 +71,8 @@ class TierSettings:
 class BoundedFileTier(SecondaryTierManager):
     """:class:`kvpolicy.tiers.FileTier` over the rows of vLLM's host memory, each of them a chunk of all ranks.
 
+    Chunks all have the same price, with the policy ``cost``, too: what one costs to compute is not known here.
+
     ``settings``: those of :class:`TierSettings`. Raises InputError where one will not do, and OSError where the
     directory cannot be written to.
     """

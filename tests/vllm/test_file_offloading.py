@@ -21,10 +21,11 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
+from kvpolicy.caching import ByCost
 from kvpolicy.errors import InputError
 from kvpolicy_vllm.file_offloading import BoundedFileTier
-from tests.tiers.blocks import files_of
 from kvpolicy_vllm.plugin import register
+from tests.tiers.blocks import files_of
 from tests.vllm.alone import made_request
 
 pytestmark = pytest.mark.scheduler
@@ -153,7 +154,6 @@ def test_chunks_that_left_host_memory_are_loaded_from_files(servers: Any) -> Non
     assert usage.counts["loaded"] >= 9 and usage.blocks == 12
 
 
-def test_a_restart_finds_the_files(servers: Any, tmp_path: Path) -> None:
 def test_it_is_found_by_its_name_alone_once_the_plugin_is_loaded(servers: Any) -> None:
     """Possibly twice, as vLLM may load it."""
     register()
@@ -164,6 +164,17 @@ def test_it_is_found_by_its_name_alone_once_the_plugin_is_loaded(servers: Any) -
     assert server.serve(keys_of("a", 3)) == 3 and server.tier.tier.usage().counts["loaded"] >= 3
 
 
+def test_chunks_have_one_price_by_cost_as_well(servers: Any) -> None:
+    """Nothing there predicts what a chunk costs to compute; how often one comes back decides."""
+    server = servers(settings={"eviction_policy": "cost"})
+    for number in range(12):
+        server.serve(keys_of(str(number), 3))
+    policy = server.tier.tier._policy
+    assert isinstance(policy, ByCost) and len({policy._price(position) for position in range(1000)}) == 1
+    assert server.tier.tier.usage().counts["evicted"] > 10
+
+
+def test_a_restart_finds_the_files(servers: Any, tmp_path: Path) -> None:
     first = servers()
     keys = keys_of("a", 3)
     first.serve(keys)
@@ -171,21 +182,26 @@ def test_it_is_found_by_its_name_alone_once_the_plugin_is_loaded(servers: Any) -
     assert servers().serve(keys) == 3 and len(files_of(tmp_path / "kv")) == 3
 
 
-@pytest.mark.parametrize("other", ["weights", "dtype", "layout", "identity", "seed"])
+OTHERS: dict[str, dict[str, Any]] = {
+    "weights": {}, "seed": {}, "identity": {"settings": {"identity": "adapter 2"}},
+    "dtype": {"dtype": "bfloat16"}, "layout": {"kv_cache_layout": "HND"},
+    "block size": {"groups": (SimpleNamespace(tokens_per_block=32, layer_names=("layer.0", "layer.1")),)},
+    "chunk size": {"cache": SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=2)},
+    "tokens of a hash": {"cache": SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=4)},
+}  # fmt: skip
+"""What may differ between two servers whose chunks have the same keys and as many bytes."""
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_no_other_server_finds_them(servers: Any, model: Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = servers()
     first.serve(keys_of("a", 3))
     first.stop()
-    more: dict[str, Any] = {}
     if other == "weights":
         (model / "model.safetensors").write_bytes(b"WEIGHTS")
     elif other == "seed":
         monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"other")
-    elif other == "identity":
-        more["settings"] = {"identity": "adapter 2"}
-    else:
-        more = {"dtype": {"dtype": "bfloat16"}, "layout": {"kv_cache_layout": "HND"}}[other]
-    assert servers(**more).serve(keys_of("a", 3)) == 0
+    assert servers(**OTHERS[other]).serve(keys_of("a", 3)) == 0
 
 
 def test_groups_are_apart(servers: Any) -> None:
