@@ -317,6 +317,25 @@ def test_folders_of_processes_that_are_gone_count_and_are_given_up_first(tmp_pat
     tier.close()
 
 
+def test_what_the_second_of_two_servers_left_is_cleared_first_once_one_is_alone(tmp_path: Path) -> None:
+    """It has the folder of the first one, and does not find what is in the other: that makes room before its own."""
+    one, two = opened(tmp_path, blocks=4), opened(tmp_path, blocks=4)
+    store(one, [b"a", b"b"])
+    store(two, [b"c", b"d"])
+    one.close()
+    two.close()
+    alone = opened(tmp_path, blocks=4)
+    assert alone.directory == one.directory != two.directory
+    assert alone.lookup([b"a", b"b"]) == 2 and load(alone, [b"a", b"b"]) == {}
+    assert alone.lookup([b"c"]) == alone.lookup([b"d"]) == 0 and load(alone, [b"c"]) == {b"c": "missing"}
+    assert alone.store(3, [b"e"], {0: [content(b"e")]}) == [] and ended(alone) == [], "as long as they take room"
+    assert files_of(two.directory) == [] and store(alone, [b"e", b"f"], 4) == {}
+    assert alone.lookup([b"a", b"b"]) == alone.lookup([b"e", b"f"]) == 2
+    counts = alone.usage().counts
+    assert counts["cleared_folders"] == 1 and not counts.get("evicted") and bytes_of(tmp_path) == 4 * FILE_BYTES
+    alone.close()
+
+
 def test_the_end_leaves_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, threads = descriptors(), threading.active_count()
     tier = opened(tmp_path, threads=2)
