@@ -140,7 +140,7 @@ def with_policies(*names: str) -> pytest.MarkDecorator:
 
 
 @mounted
-@with_policies("lru", "s3fifo")
+@with_policies("lru", "s3fifo", "cost")
 def test_a_full_disk(disk: Disk) -> None:
     """What fits is stored and loaded."""
     stats = disk.counts(FULL)
@@ -161,7 +161,7 @@ def test_a_disk_that_turns_read_only(disk: Disk) -> None:
 
 
 @mounted
-@with_policies("lru", "lfu")
+@with_policies("lru", "lfu", "cost")
 def test_a_disk_that_hangs(disk: Disk) -> None:
     """Nobody waits for it for longer than some seconds, and it is used again when it goes on."""
     stats = disk.counts(DISK, HANG)

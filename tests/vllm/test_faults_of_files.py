@@ -97,13 +97,14 @@ def test_an_engine_that_is_killed_while_it_writes(
     assert [path.name for path in servers.files.glob("*/*")] == ["0"]
 
 
+@pytest.mark.parametrize("cache", POLICIES)
 def test_two_engines_in_one_folder(
-    servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], tmp_path: Path
+    servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], cache: str, tmp_path: Path
 ) -> None:
     """Each has files of its own there. Neither begins to serve before both are there."""
     there, go = [tmp_path / "a is there", tmp_path / "b is there"], tmp_path / "go"
     works = [
-        servers.job(requests) | {"stops": {"0": {"says": str(path), "awaits": str(go)}}}
+        servers.job(requests, **POLICIES[cache]) | {"stops": {"0": {"says": str(path), "awaits": str(go)}}}
         for requests, path in zip((first, second), there, strict=True)
     ]
     with engine(works[0], tmp_path / "a") as (a, one), engine(works[1], tmp_path / "b") as (b, two):
