@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.caching import KINDS
 from kvpolicy.caching import spec as caching
 from kvpolicy.extensions import FORM, PREFIX, names_module
 from kvpolicy.fields import (
@@ -19,7 +18,6 @@ from kvpolicy.fields import (
     POSITIVE,
     Rule,
     WrongValue,
-    one_of,
     option,
     refuse_non_integer,
     refuse_other,
@@ -88,7 +86,10 @@ class ServerSettings:
         Rule("a file, but is a folder", lambda path: not path.is_dir()),
     )
     allow_untested_version: bool = option("Allow a vLLM newer than the tested versions.", False)
-    allow_python_policies: bool = option(f"Let --policy name a module whose code the server runs, {FORM}.", False)
+    allow_python_policies: bool = option(
+        f"Let --policy, --order, --cache and --cache-files-policy name a module whose code the server runs, {FORM}.",
+        False,
+    )
     order: str = option(f"Order of service. {ORDERS}.", "fcfs")
     classes: Classes | None = option(CLASSES, None)
     cache: str = option(
@@ -106,9 +107,7 @@ class ServerSettings:
     )
     hints: HintLimits | None = option(HINT_HELP, None)
     cache_files_policy: str = option(
-        "Caching policy by which these files are given up: lru, lfu, arc, s3fifo, or cost.",
-        "lru",
-        one_of(*KINDS),
+        f"Caching policy by which these files are given up: lru, lfu, arc, s3fifo, cost, or {FORM}.", "lru"
     )
     control: Path | None = option(
         "File, of mode 600, by which policy, order and shadow are switched while the server runs: POLICY, "
@@ -121,7 +120,8 @@ class ServerSettings:
         _refuse_object("policy", self.policy, Policy)
         _refuse_object("order", self.order, Order)
         validate(self)
-        for name, value in (("policy", self.policy), ("order", self.order), ("cache", self.cache)):
+        for name in ("policy", "order", "cache", "cache_files_policy"):
+            value = getattr(self, name)
             if names_module(value.replace("/", ":") if name == "order" else value) and not self.allow_python_policies:
                 raise WrongValue(
                     name,
@@ -136,6 +136,7 @@ class ServerSettings:
                 "cache", "is given with --shadow, which keeps nothing in host memory: leave one of them out"
             )
         caching.load(self.cache, 1, allow_python=self.allow_python_policies)
+        caching.load_for_files(self.cache_files_policy, 1, self.allow_python_policies, "cache_files_policy")
 
     def warnings(self) -> list[str]:
         """What a server with these settings would do in vain."""

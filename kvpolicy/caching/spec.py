@@ -41,17 +41,38 @@ def load(
     """
     if text == OFF:
         return None
+    policy = _named(text, capacity, price, allow_python)
+    if policy is None:
+        raise WrongValue("cache", f"{text!r} is no caching policy; they are {', '.join(FORMS)}")
+    return policy
+
+
+def load_for_files(text: str, capacity: int, allow_python: bool = False, field: str = "policy") -> CachingPolicy:
+    """As :func:`load`, for a tier of files, which is never without a policy. All blocks save the same at first.
+
+    Raises WrongValue that names ``field``, whatever is wrong with the name.
+    """
+    try:
+        policy = None if text == OFF else _named(text, capacity, lambda position: 1.0, allow_python)
+    except extensions.ExtensionError as error:
+        raise WrongValue(field, f"cannot be used: {error}") from error
+    if policy is None:
+        raise WrongValue(field, f"is {text!r}, should be one of {', '.join(form for form in FORMS if form != OFF)}")
+    return policy
+
+
+def _named(text: str, capacity: int, price: Price, allow_python: bool) -> CachingPolicy | None:
+    """None where nothing has that name."""
     if text in KINDS:
         return KINDS[text](capacity)
     if text == ByCost.name:
         return ByCost(capacity, price)
-    policy: CachingPolicy | None
     if extensions.is_module_path(text):
-        policy = extensions.from_module(text, CachingPolicy, "caching policy", allow_python)
+        policy: CachingPolicy | None = extensions.from_module(text, CachingPolicy, "caching policy", allow_python)
     else:
         policy = extensions.from_entry_point(text, GROUP, CachingPolicy, "caching policy")
     if policy is None:
-        raise WrongValue("cache", f"{text!r} is no caching policy; they are {', '.join(FORMS)}")
+        return None
     extensions.refuse_unnamed(policy, "caching policy")
     policy.capacity = capacity
     return policy

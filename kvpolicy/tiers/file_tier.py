@@ -18,7 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.caching import KINDS, ByCost, CachingPolicy, Hinted
+from kvpolicy.caching import ByCost, CachingPolicy, Hinted
+from kvpolicy.caching import spec as caching
+from kvpolicy.caching.fallback import guarded
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import HintLimits, Hints
 from kvpolicy.tiers.base import Chain, Finished, Key, Kind, Pieces, Usage
@@ -89,25 +91,30 @@ class FileTier:
         threads: int = DEFAULT_THREADS,
         hints: HintLimits | None = None,
         block_tokens: int = 1,
+        allow_python: bool = False,
+        failed: Callable[[str], None] = lambda method: None,
     ) -> FileTier:
         """Open a tier, with the blocks that an earlier process left there.
 
-        ``namespace``: what decides the bytes of a block beside its key, as JSON. ``policy``: a name of
-        :data:`kvpolicy.caching.KINDS`, which blocks to give up. ``queue_blocks``: blocks that wait to be stored, at
-        most. ``hints``: how many blocks what requests say may hold, and how long; None: nothing that they say is
+        ``namespace``: what decides the bytes of a block beside its key, as JSON. ``policy``: which blocks to give
+        up, by a name of :data:`kvpolicy.caching.spec.FORMS` other than ``off``; a module path, which runs code, only
+        with ``allow_python``. Where the code of one's own policy fails, ``lru`` takes its place, that is logged, and
+        ``failed`` is called with the name of the method. ``queue_blocks``: blocks that wait to be stored, at most.
+        ``hints``: how many blocks what requests say may hold, and how long; None: nothing that they say is
         heeded. ``block_tokens``: tokens of a block, in which prefixes are pinned.
 
         Raises InputError for a directory or an argument that will not do, and OSError where nothing can be written to
         the directory.
         """
         layout = BlockLayout(bytes.fromhex(namespace_digest(namespace)), block_bytes)
-        _check(layout, capacity_bytes, policy, queue_blocks, threads)
+        _check(layout, capacity_bytes, queue_blocks, threads)
+        giving_up = caching.load_for_files(policy, capacity_bytes // layout.file_bytes, allow_python)
         folder = OwnedFolder.claim(directory, namespace, block_bytes)
         try:
             files = BlockFiles(folder, layout)
             files.probe()
-            caching = KINDS[policy](capacity_bytes // layout.file_bytes)
-            heeding = caching if hints is None else Hinted(caching, time.monotonic, block_tokens, hints)
+            giving_up = guarded(giving_up, partial(_complain, giving_up.name, folder.path, failed))
+            heeding = giving_up if hints is None else Hinted(giving_up, time.monotonic, block_tokens, hints)
             tier = cls(files, folder, layout, heeding)
             tier._queue_blocks = queue_blocks
             tier._find_blocks()
@@ -414,15 +421,19 @@ class FileTier:
         return ""
 
 
-def _check(layout: BlockLayout, capacity_bytes: int, policy: str, queue_blocks: int, threads: int) -> None:
+def _complain(policy: str, folder: Path, failed: Callable[[str], None], method: str) -> None:
+    """A method of the caching policy failed, with the exception that is being handled."""
+    logger.exception("kvpolicy: %s() of caching policy %s failed; lru takes its place in %s", method, policy, folder)
+    failed(method)
+
+
+def _check(layout: BlockLayout, capacity_bytes: int, queue_blocks: int, threads: int) -> None:
     if layout.block_bytes < 1:
         raise InputError(f"block_bytes is {layout.block_bytes}, should be at least 1")
     if capacity_bytes < layout.file_bytes:
         raise InputError(
             f"capacity_bytes is {capacity_bytes}, which holds no file of {layout.file_bytes} bytes; give at least that"
         )
-    if policy not in KINDS:
-        raise InputError(f"policy is {policy!r}, should be one of {', '.join(KINDS)}")
     if queue_blocks < 1:
         raise InputError(f"queue_blocks is {queue_blocks}, should be at least 1")
     if threads < MIN_THREADS:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.caching import KINDS, ByCost
-from kvpolicy.caching.spec import FORMS, OFF, load
+from kvpolicy.caching.spec import FORMS, OFF, load, load_for_files
 from kvpolicy.extensions import ExtensionError, NotAllowed
 from kvpolicy.fields import WrongValue
 from kvpolicy.settings import ServerSettings
@@ -57,3 +57,21 @@ def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
         ServerSettings("always-swap", cache="mru")
     with pytest.raises(WrongValue, match="allow-python-policies"):
         ServerSettings("always-swap", cache="python:tests.careless:Careless")
+
+
+def test_files_are_never_without_a_policy_and_name_the_flag_that_is_wrong() -> None:
+    for name, kind in KINDS.items():
+        policy = load_for_files(name, 4)
+        assert type(policy) is kind and policy.capacity == 4
+    own = "python:tests.caching.own_policy:FirstStored"
+    for wrong, message in {
+        "off": "cache_files_policy is 'off', should be one of lru, lfu, arc, s3fifo, cost, python:MODULE:FACTORY",
+        "mru": "cache_files_policy is 'mru', should be one of lru",
+        own: r"cache_files_policy is 'python:.*FirstStored', .* only with --allow-python-policies",
+    }.items():
+        with pytest.raises(WrongValue, match=message):
+            ServerSettings("always-swap", cache_files_policy=wrong)
+    for wrong in ("python:no.such:Policy", "python:tests.host_store.test_slots:Device"):
+        with pytest.raises(WrongValue, match=f"cache_files_policy cannot be used: caching policy '{wrong}'"):
+            ServerSettings("always-swap", cache_files_policy=wrong, allow_python_policies=True)
+    assert ServerSettings("always-swap", cache_files_policy=own, allow_python_policies=True).cache_files_policy == own

@@ -351,6 +351,13 @@ def test_what_an_earlier_server_left_is_there_once_all_ranks_have_said_it() -> N
     assert core.index.leading(CHAIN) == 1
 
 
+def test_a_caching_policy_of_files_that_fails_is_told() -> None:
+    core, failed = Core(), list[str]()
+    core.index.policy_failed = failed.append
+    core.index.acknowledge([FileReport(ready=True), FileReport(policy_failed="evict"), FileReport(ready=True)])
+    assert failed == ["evict"] and core.index.ready
+
+
 def test_a_rank_that_never_says_what_is_there_is_not_waited_for() -> None:
     core = Core()
     core.now = 100.0

@@ -221,6 +221,26 @@ def test_files_go_by_the_prices_of_the_step(tmp_path: Path) -> None:
     files.close()
 
 
+def test_a_caching_policy_that_fails_is_reported_once(tmp_path: Path) -> None:
+    """Files for one block: the second one takes the place of the first one all the same."""
+    failures: list[str] = []
+    raising = "python:tests.caching.raising:Raising"
+    tier = FileTier.open(
+        tmp_path, {"model": "a"}, BLOCK_BYTES, 2 * 4096, raising, allow_python=True, failed=failures.append
+    )
+    device = copier()
+    device.save(Job(1, "r", (0, 1), (0, 1)))
+    files = RankFiles(tier, device, failures)
+    assert files.reports() == [FileReport(ready=True)]
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),)))
+    assert reports(files) == [FileReport(1)]
+    files.begin(StepJobs(2, file_stores=(FileJob(2, (b"b",), (1,), (b"b",)),)))
+    gone = FileReport(gone=(digest_of_key(b"a"),))
+    assert reports(files) == [FileReport(2), gone, FileReport(policy_failed="evict")]
+    assert reports(files) == []
+    files.close()
+
+
 def test_the_tier_that_a_document_shows_takes_the_place_of_files() -> None:
     """It has every method of the protocol, with its parameters; its third block finds no room."""
     made = shown("Elsewhere", "docs/tiers.md")

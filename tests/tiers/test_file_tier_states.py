@@ -15,6 +15,8 @@ from kvpolicy.tiers import digest_of_key
 from tests.examples import examples
 from tests.tiers.blocks import FILE_BYTES, bytes_of, files_of, load, opened, store
 
+CARELESS = "python:tests.careless:Careless"
+"""A policy of one's own, whose code fails."""
 TREES = st.tuples(st.integers(0, 3), st.integers(1, 4))
 BLOCKS = 6
 
@@ -68,11 +70,11 @@ class Files(RuleBasedStateMachine):
                 data[-1] ^= 1
                 paths[at].write_bytes(data)
 
-    @rule(policy=st.sampled_from(sorted(KINDS)))
+    @rule(policy=st.sampled_from([*sorted(KINDS), CARELESS]))
     def restart(self, policy: str) -> None:
         before = {digest_of_key(key) for key in self.stored if self.tier.lookup([key])}
         self.tier.close()
-        self.tier = opened(self.directory, BLOCKS, policy=policy)
+        self.tier = opened(self.directory, BLOCKS, policy=policy, allow_python=True)
         after = {*self.tier.digests()}
         assert after <= before and (after == before or self.damaged)
 

@@ -25,7 +25,7 @@ from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.features import features_of
 from kvpolicy.policy import PricedPolicy
 from kvpolicy.settings import GIB
-from kvpolicy_vllm.plugin.messages import StepJobs
+from kvpolicy_vllm.plugin.messages import FileReport, StepJobs
 from tests.vllm import alone, harness
 from tests.vllm.conftest import SCARCE, job
 from tests.vllm.test_faults import BLOCK_BYTES
@@ -397,6 +397,19 @@ def test_workers_are_told_the_prices_of_files(
     in_host_memory = [controller.prompts.prices(index) for index in SAMPLED_AT]
     assert first == (tuple(pytest.approx(price - 3e-6) for price in in_host_memory) if kind == "cost" else ())
     assert told(2) == () and told(1 + RENEWED_STEPS) == first
+
+
+@pytest.mark.scheduler
+def test_a_caching_policy_of_files_that_fails_in_a_worker_is_counted(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plugin, more = harness.plugin, {"cache": "lru", "cache_files": str(tmp_path)}
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr(harness, "plugin", lambda policy, **extra: plugin(policy, **extra | more))
+    served = Served(model)
+    controller = served.controller
+    controller.prompts.files.acknowledge([FileReport(policy_failed="evict")])
+    assert harness.total(controller.stats(), "cache_failed", method="evict") == 1
 
 
 @pytest.mark.scheduler

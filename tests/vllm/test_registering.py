@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvpolicy.errors import InputError
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import block_format
-from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, Job, StepJobs
+from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport, Job, StepJobs
 from tests.vllm import harness
 
 BLOCKS = 8
@@ -86,6 +86,28 @@ def test_files_are_given_up_by_the_policy_of_the_settings(
         tier.wait_idle()
         connector.files.reports()
     assert [tier.lookup([key]) for key in (b"a", b"b", b"c")] == [1, 0, 1]
+    connector.files.close()
+
+
+def test_files_are_given_up_by_lru_where_ones_own_policy_fails(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's side hears of it."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    block = BLOCK_BYTES + block_format.PAGE
+    settings = {"cache": "lru", "cache_files": str(tmp_path / "kv"), "cache_files_gib": 2.5 * block / GIB}
+    own = {"cache_files_policy": "python:tests.caching.raising:Raising", "allow_python_policies": True}
+    connector = worker(model, **settings, **own)
+    connector.register_kv_caches(caches(1.0))
+    connector.copier.save(Job(1, "a", (1, 2, 3), (0, 1, 2)))
+    told: list[FileReport] = []
+    for number, prompt in enumerate([b"a", b"b", b"c"]):
+        store = FileJob(number + 1, (prompt,), (number,), (prompt,))
+        connector.files.begin(StepJobs(number, file_events=(FileEvent((prompt,)),), file_stores=(store,)))
+        connector.files._tier.wait_idle()
+        told += connector.build_connector_worker_meta().files
+    assert [report.policy_failed for report in told if report.policy_failed] == ["evict"]
+    assert [connector.files._tier.lookup([key]) for key in (b"a", b"b", b"c")] == [0, 1, 1]
     connector.files.close()
 
 

@@ -145,18 +145,20 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             pieces = [segment.shape[1] * segment.element_size() for segment in copier.device_segments]
             namespace = namespace_of(config, kv_cache, int(config.parallel_config.rank), pieces, layers)
             capacity = int(self.settings.cache_files_gib * GIB) // self._pool_count
+            failures: list[str] = []
             try:
                 tier = FileTier.open(
                     directory, namespace, self.block_bytes, capacity, self.settings.cache_files_policy,
                     hints=HintLimits() if self.settings.hints is None else self.settings.hints,
                     block_tokens=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
+                    allow_python=self.settings.allow_python_policies, failed=failures.append,
                 )  # fmt: skip
             except OSError as error:
                 raise InputError(
                     f"cache_files: nothing can be written to {directory} ({error}); give another folder, or leave "
                     "cache_files out"
                 ) from error
-            self.files = RankFiles(tier, copier)
+            self.files = RankFiles(tier, copier, failures)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._save(kv_connector_metadata)

@@ -87,6 +87,8 @@ class FileIndex:
         than computing them, none is."""
         self.worth_saving = self.worth_storing
         """Whether they are, where they have to be saved to host memory before."""
+        self.policy_failed: Callable[[str], None] = lambda method: None
+        """Called with the name of its method where the caching policy of a rank's files has failed."""
 
     @property
     def under_way(self) -> bool:
@@ -250,6 +252,8 @@ class FileIndex:
         """Register what ranks report."""
         for report in reports:
             self._ready += report.ready
+            if report.policy_failed:
+                self.policy_failed(report.policy_failed)
             for digest in report.found:
                 self._there[digest] = self._there.get(digest, 0) + 1
             of = self._late if report.number in self._late else self._under

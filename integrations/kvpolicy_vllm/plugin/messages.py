@@ -75,6 +75,8 @@ class FileReport:
     """Digests of blocks that an earlier server left in its files."""
     ready: bool = False
     """Whether all of those have been reported now."""
+    policy_failed: str = ""
+    """The method of the caching policy of its files that failed, so that ``lru`` took its place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.by_hints import EVENTS
-from kvpolicy.caching.fallback import Guarded
+from kvpolicy.caching.fallback import guarded
 from kvpolicy.cost.block_price import RENEWED_STEPS, Beside, block_price, read_first, sampled
 from kvpolicy.events import Cause
 from kvpolicy.policy import Decider
@@ -98,6 +98,7 @@ class PromptCache:
                 self._tally.add("cache_file_bytes", moved_bytes, direction=MOVED[event])
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
+        self.files.policy_failed = lambda method: self._tally.add("cache_failed", method=method)
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
         self.files.worth_saving = partial(self._is_worth_storing, saved=True, from_files=True)
         self._copies.pool.worth_handing_on = self.files.takes
@@ -394,6 +395,4 @@ def caching_policy(
     """The policy of that name; None where nothing is to be cached. ``failed``: called with the name of a method of it
     that raised, while the exception is handled."""
     policy = caching.load(spec, slots, price, allow_python)
-    if policy is None or type(policy).__module__.startswith(caching.GROUP):
-        return policy
-    return Guarded(policy, failed)
+    return None if policy is None else guarded(policy, failed)

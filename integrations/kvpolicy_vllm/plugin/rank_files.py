@@ -19,10 +19,14 @@ FOUND_AT_ONCE = 20_000
 
 
 class RankFiles:
-    """The files of one rank. A job names blocks and host slots; every job is reported once, whatever happens to it."""
+    """The files of one rank. A job names blocks and host slots; every job is reported once, whatever happens to it.
 
-    def __init__(self, tier: LastingTier, copier: Copier) -> None:
+    ``failures``: methods of the tier's caching policy that failed; they are reported, and removed from it.
+    """
+
+    def __init__(self, tier: LastingTier, copier: Copier, failures: list[str] | None = None) -> None:
         self._tier, self._copier = tier, copier
+        self._failures = [] if failures is None else failures
         self._memory = host_rows(copier)
         self._reports: list[FileReport] = []
         self._open: dict[int, tuple[FileJob, set[bytes]]] = {}
@@ -109,6 +113,8 @@ class RankFiles:
             reports.append(FileReport(found=tuple(found), ready=not self._found))
         if gone:
             reports.append(FileReport(gone=tuple(gone)))
+        while self._failures:
+            reports.append(FileReport(policy_failed=self._failures.pop(0)))
         return reports
 
     def close(self) -> None:
