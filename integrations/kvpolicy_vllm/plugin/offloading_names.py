@@ -12,7 +12,7 @@ from contextlib import suppress
 logger = logging.getLogger(f"vllm.{__name__}")
 
 POLICY, TIER = "kvpolicy-cost", "kvpolicy-files"
-"""vLLM compares whole names, and none of its own will begin with this package's."""
+"""vLLM compares whole names, so that with the name of this package in front none of its own is the same."""
 
 
 def register() -> None:
