@@ -78,10 +78,11 @@ def test_a_model_with_experts_after_one_without(process: EngineProcess, model: s
 def test_fp8_with_layers_that_it_was_not_tested_with_is_told(
     process: EngineProcess, family: str, words: str, tmp_path: Path
 ) -> None:
+    families.skip_unless_served((families.PLAIN | families.FAMILIES)[family])
     llm = str(families.make(family, tmp_path))
     untested = asked(process, llm, "--dtype", "float32", "--kv-cache-dtype", "fp8", *SMALL_STEPS)["untested"]
     assert untested.startswith(f"--kv-cache-dtype fp8 was not tested with {words};" if words else "")
-    assert bool(untested) == bool(words)
+    assert ("was not tested with" in untested) == bool(words)
 
 
 def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path) -> None:
@@ -381,7 +382,7 @@ def test_data_parallel_cores_have_the_same_blocks_each(process: EngineProcess, m
         for n in (1, 2)
     )
     assert not two["refused"] and not two["not_laid_out"] and two["groups"]
-    assert two == alone
+    assert two | {"untested": ""} == alone | {"untested": ""}, "of several cores not every version was tested"
 
 
 EXAMPLE = {

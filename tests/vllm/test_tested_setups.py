@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
+
 from kvpolicy_vllm import connector
 from kvpolicy_vllm.check import lay_out
 from kvpolicy_vllm.plugin import tested_setups
@@ -24,6 +26,12 @@ def not_warned_of() -> Iterator[None]:
     tested_setups._warn_once.cache_clear()
     yield
     tested_setups._warn_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def version_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was tested on one version alone is in `tests/vllm/test_tested_versions.py`."""
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
 
 
 def with_layers(*groups: Any) -> Any:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from kvpolicy_vllm.plugin.kv_layout import attends_to_everything, has_mamba2_alone, has_windows_alone
+from kvpolicy_vllm.plugin.tested_versions import untested_version
 from kvpolicy_vllm.plugin.versions import connectors_beside, overwrites_before_saves
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
         untested_precision(config),
         untested_connectors(connectors_beside(config), kv_cache),
         untested_states(config, kv_cache),
+        untested_version(config, kv_cache),
     )
     return "; ".join(filter(None, parts))
 
