@@ -237,22 +237,30 @@ def test_steps_beyond_a_block_of_states(process: EngineProcess, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("family", "words", "helps"),
     [
-        ("gpt-oss", "of a model with several KV cache groups, or windows", ["--disable-hybrid-kv-cache-manager"]),
-        ("granite-4", "of a model whose layers keep states beside attention", []),
-        ("deepseek-v2", "of an MLA model", []),
+        (
+            "gpt-oss",
+            "of a model with several KV cache groups, or windows",
+            ["--disable-hybrid-kv-cache-manager", "--cache off"],
+        ),
+        (
+            "granite-4",
+            "of a model whose layers keep states beside attention",
+            ["--cache off, and --max-num-batched-tokens 128"],
+        ),
+        ("deepseek-v2", "of an MLA model", ["--cache off"]),
     ],
 )
 def test_a_cache_of_prompts_is_refused_by_the_models_layers(
     process: EngineProcess, family: str, words: str, helps: list[str], tmp_path: Path
 ) -> None:
-    """And the model is served without it, or with its windows stored whole."""
+    """And the model is served without it, or with its windows stored whole; with Mamba2 states in small steps besides,
+    which the default of a server on a CPU exceeds."""
     families.skip_unless_served(families.FAMILIES[family])
     llm = str(families.make(family, tmp_path / "model"))
     flags = ["--dtype", families.FAMILIES[family].dtype, "--enable-prefix-caching"]
-    flags += SMALL_STEPS if family == "granite-4" else ()
     found = asked(process, llm, *flags, settings=ServerSettings("always-swap", host_gib=0.5, cache="cost"))
     assert found["refused"].endswith(f"kvpolicy does not cache prompts {words}: leave --cache out")
-    assert found["helps"] == [*helps, "--cache off"]
+    assert found["helps"] == helps
 
 
 def test_prompts_in_files_are_refused_before_the_engine_starts(
