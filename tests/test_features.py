@@ -68,6 +68,14 @@ def test_no_feature_fails() -> None:
     assert not [row for row in ROWS if row.get("failed")]
 
 
+def test_the_page_of_families_has_what_was_under_pressure() -> None:
+    page = " ".join((ROOT / "docs" / "model-families.md").read_text().split())
+    for test in ("test_an_order_under_pressure", "test_two_ranks_under_pressure"):
+        rows = [row for row in ROWS if row["test"].endswith(f"::{test}")]
+        passed = {case for row in rows for case in row.get("passed", [])}
+        assert f"it was run for all {len(passed)} families" in page, test
+
+
 def test_what_is_marked_and_was_never_recorded_is_named() -> None:
     def unrecorded(rows: list[dict[str, Any]]) -> set[str]:
         lines = TABLE.table(rows)
