@@ -6,7 +6,7 @@ Features are called as in docs/features.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.caching import spec as caching
@@ -62,7 +62,7 @@ def untested_version(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
     version = engine_version(allow_untested=True)
     if version == COMPLETE:
         return ""
-    here = TESTED.get(version, frozenset())
+    here: frozenset[str] = TESTED.get(version, frozenset())
     untested = [name for name in features_of(config, kv_cache) if name in TESTED[COMPLETE] - here]
     if not untested:
         return ""
@@ -74,7 +74,7 @@ def untested_version(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
 def features_of(config: VllmConfig, kv_cache: KVCacheConfig | None) -> list[str]:
     """The features that a server has by its settings and layers, each once."""
     model, parallel, transfer = config.model_config, config.parallel_config, config.kv_transfer_config
-    own = {} if transfer is None else own_settings(transfer)
+    own: Mapping[str, Any] = {} if transfer is None else own_settings(transfer)
     multimodal = model.multimodal_config
     has = (
         (model.get_num_experts() > 0, "MoE"),
