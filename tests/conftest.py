@@ -12,8 +12,13 @@ import hypothesis
 import pytest
 
 from tests.examples import FACTOR
+from tests.feature_record import note_marks
 
 ENGINE_TESTS = Path(__file__).parent / "vllm"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    note_marks(item)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

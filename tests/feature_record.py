@@ -32,6 +32,10 @@ Key = tuple[str, str, str]
 Cases = dict[str, str]
 """Outcomes of a test by the names of its parameters, which are "" for a test without."""
 OUTCOMES = ("passed", "failed", "skipped")
+Marks = dict[str, list[tuple[pytest.Mark, str]]]
+"""Marks of features by test, with :func:`how_of` each."""
+MARKS = pytest.StashKey[Marks]()
+"""Of all tests that were collected, also where no outcome is recorded; `tests/conftest.py` fills it in."""
 
 
 def installed_version() -> str:
@@ -73,6 +77,35 @@ def _parts(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
+def note_marks(item: pytest.Item) -> None:
+    """Add a collected test's to :data:`MARKS`, unless some of its cases are not collected."""
+    marks = item.config.stash.setdefault(MARKS, {})
+    if not is_partial(item.config):
+        marks.setdefault(test_of(item), []).extend((mark, how_of(item, mark)) for mark in item.iter_markers("feature"))
+
+
+def is_partial(config: pytest.Config) -> bool:
+    """Whether single parameters of a test were asked for: its others are not collected then."""
+    return any("[" in argument for argument in config.args)
+
+
+def test_of(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
+
+
+def unbacked(rows: list[dict[str, Any]], marks: Marks) -> list[dict[str, Any]]:
+    """Rows of the tests in ``marks`` that none of a test's marks backs: of another feature, on other versions, or in
+    another way."""
+
+    def is_backed(row: dict[str, Any]) -> bool:
+        return any(
+            (mark.args[0], how) == (row["feature"], row["how"]) and holds(mark, row["version"])
+            for mark, how in marks[row["test"]]
+        )
+
+    return [row for row in rows if row["test"] in marks and not is_backed(row)]
+
+
 class Recorder:
     """Collects outcomes and writes them when the tests have ended."""
 
@@ -83,9 +116,9 @@ class Recorder:
         """Cases of each feature that a test names, by test; those that do not run, too."""
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        if any("[" in argument for argument in item.config.args):
-            return  # one parameter was asked for, and the others are not collected
-        named = self._named.setdefault(item.nodeid.split("[")[0], {})
+        if is_partial(item.config):
+            return
+        named = self._named.setdefault(test_of(item), {})
         for mark in item.iter_markers("feature"):
             named.setdefault(mark.args[0], set()).add(case_of(item))
 
@@ -96,7 +129,7 @@ class Recorder:
         if report.when != "call" and report.outcome == "passed":
             return
         outcome = report.outcome if report.when == "call" or report.outcome == "skipped" else "failed"
-        test, version = item.nodeid.split("[")[0], version_of(item)
+        test, version = test_of(item), version_of(item)
         for mark in (mark for mark in item.iter_markers("feature") if holds(mark, version)):
             key = (mark.args[0], version, test)
             _, cases = self._rows.setdefault(key, (how_of(item, mark), {}))

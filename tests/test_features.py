@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.feature_record import RECORD, WITHOUT_VLLM, merged
+from tests.feature_record import RECORD, WITHOUT_VLLM, Marks, merged, unbacked
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,11 +38,26 @@ def test_the_page_is_what_the_record_says() -> None:
 
 
 @pytest.mark.parametrize("test", sorted({row["test"] for row in ROWS}))
-def test_every_test_of_the_record_exists(test: str) -> None:
+def test_every_test_of_the_record_exists_with_its_features(test: str) -> None:
     file, _, name = test.partition("::")
     assert (ROOT / file).is_file(), f"docs/features.json names {file}: record it again"
-    names = [node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)]
-    assert name.split("::")[-1] in names, f"{file} has no {name}"
+    functions = [node for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)]
+    found = [node for node in functions if node.name == name.split("::")[-1]]
+    assert found, f"{file} has no {name}"
+    marked, recorded = plain_features(found[0]), {row["feature"] for row in ROWS if row["test"] == test}
+    assert not marked or recorded <= marked, f"{test} is not marked with {recorded - marked}: record it again"
+
+
+def plain_features(function: ast.FunctionDef) -> set[str]:
+    """Features in marks of a test without parameters; empty where it has any, whose marks are known once it is
+    collected: `tests/vllm/test_feature_marks.py`."""
+    marks = [mark for mark in function.decorator_list if isinstance(mark, ast.Call)]
+    called = {ast.unparse(mark.func) for mark in marks}
+    if not called <= {"pytest.mark.feature", "pytest.mark.skipif"}:
+        return set()
+    return {
+        text for mark in marks if ast.unparse(mark.func) == "pytest.mark.feature" for text in TABLE.texts(mark.args)
+    }
 
 
 def test_the_record_is_of_versions_that_are_claimed() -> None:
@@ -51,6 +66,14 @@ def test_the_record_is_of_versions_that_are_claimed() -> None:
 
 def test_no_feature_fails() -> None:
     assert not [row for row in ROWS if row.get("failed")]
+
+
+def test_the_page_of_families_has_what_was_under_pressure() -> None:
+    page = " ".join((ROOT / "docs" / "model-families.md").read_text().split())
+    for test in ("test_an_order_under_pressure", "test_two_ranks_under_pressure"):
+        rows = [row for row in ROWS if row["test"].endswith(f"::{test}")]
+        passed = {case for row in rows for case in row.get("passed", [])}
+        assert f"it was run for all {len(passed)} families" in page, test
 
 
 def test_what_is_marked_and_was_never_recorded_is_named() -> None:
@@ -118,6 +141,18 @@ def test_outcomes_are_recorded_by_version_and_others_stay(wrong: str, tmp_path: 
     assert rows["shown", WITHOUT_VLLM]["skipped"] == [""]
     at_first = [version for feature, version in rows if feature == "turned down at first"]
     assert at_first == ["0.30"], "from 0.31 on it is served"
+
+
+def test_a_row_is_backed_by_a_mark_of_its_test() -> None:
+    """By feature, way and version; nothing is known of a test that was not collected."""
+    marks: Marks = {
+        "t": [(pytest.mark.feature("f").mark, "engine"), (pytest.mark.feature("g", before="0.32").mark, "refused")],
+        "u": [],
+    }
+    backed = [ROW, ROW | {"feature": "g", "how": "refused", "version": "0.31"}, ROW | {"test": "not collected"}]
+    others = [{"feature": "g"}, {"how": "scheduler"}, {"feature": "g", "how": "refused"}, {"test": "u"}]
+    stale = [ROW | other for other in others]
+    assert unbacked(backed + stale, marks) == stale
 
 
 ROW: dict[str, Any] = {"feature": "f", "version": "0.32", "test": "t", "how": "engine"}

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpolicy_vllm.check.remedies import REMEDIES, helping
+from kvpolicy_vllm.check import remedies
+from kvpolicy_vllm.check.remedies import REMEDIES, Verdict
 
 BY_NAME = {remedy.name: remedy for remedy in REMEDIES}
+ATTENTION, STATES = {"kind": "FullAttentionSpec", "block_size": 16}, {"kind": "MambaSpec", "block_size": 128}
+
+
+def helping(asked: Any, is_served: Callable[[Any], bool], groups: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Where the layers are known of all arguments or of none."""
+    return remedies.helping(asked, lambda changed: Verdict(is_served(changed), groups), groups)
 
 
 def arguments(extra: dict[str, Any] | None = None, **values: Any) -> Any:
@@ -57,14 +65,42 @@ def test_a_limit_of_the_scheduler_is_raised_to_the_length_of_the_model(drafts: d
 def test_steps_are_kept_within_a_block_of_states(limit: int | None, name: str) -> None:
     """Where there are states, and by the flag that limits."""
     asked = arguments(max_num_batched_tokens=2048, max_num_scheduled_tokens=limit, enable_prefix_caching=None)
-    attention, states = {"kind": "FullAttentionSpec", "block_size": 16}, {"kind": "MambaSpec", "block_size": 128}
 
     def is_served(changed: Any) -> bool:
         return getattr(changed, f"max_num_{name}_tokens") == 128 or changed.enable_prefix_caching is False
 
     within, without = f"--max-num-{name}-tokens 128", "--no-enable-prefix-caching"
-    assert helping(asked, is_served, [attention, states]) == [within, without]
-    assert helping(asked, is_served, [attention]) == helping(asked, is_served) == [without]
+    assert helping(asked, is_served, [ATTENTION, STATES]) == [within, without]
+    assert helping(asked, is_served, [ATTENTION]) == helping(asked, is_served) == [without]
+
+
+@pytest.mark.parametrize(("limit", "name"), [(None, "batched"), (1024, "scheduled")])
+def test_what_else_is_refused_is_helped_in_small_steps(limit: int | None, name: str) -> None:
+    """Of a model with states, whose layers are not made before something else is put right: both flags are named."""
+    asked = arguments({"cache": "cost"}, max_num_batched_tokens=2048, max_num_scheduled_tokens=limit)
+
+    def judge(changed: Any) -> Verdict:
+        if settings(changed).get("cache") != "off":
+            return Verdict(False)
+        return Verdict(getattr(changed, f"max_num_{name}_tokens") == 128, [ATTENTION, STATES])
+
+    within = f"--max-num-{name}-tokens 128"
+    assert remedies.helping(asked, judge) == [f"--cache off, and {within}"]
+    assert "cache" in settings(asked) and asked.max_num_batched_tokens == 2048
+    small = BY_NAME["--cache off"].changed(asked)
+    assert remedies.helping(small, judge, [ATTENTION, STATES]) == [within], "one change is enough"
+
+
+def test_an_environment_holds_for_small_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    monkeypatch.delenv(name, raising=False)
+    asked = arguments(max_num_batched_tokens=2048)
+
+    def judge(changed: Any) -> Verdict:
+        return Verdict(os.environ.get(name) == "0" and changed.max_num_batched_tokens == 128, [STATES])
+
+    assert remedies.helping(asked, judge) == [f"{name}=0 in the environment, and --max-num-batched-tokens 128"]
+    assert name not in os.environ
 
 
 def test_one_change_is_tried_at_a_time_and_none_stays() -> None:

@@ -78,10 +78,11 @@ def test_a_model_with_experts_after_one_without(process: EngineProcess, model: s
 def test_fp8_with_layers_that_it_was_not_tested_with_is_told(
     process: EngineProcess, family: str, words: str, tmp_path: Path
 ) -> None:
+    families.skip_unless_served((families.PLAIN | families.FAMILIES)[family])
     llm = str(families.make(family, tmp_path))
     untested = asked(process, llm, "--dtype", "float32", "--kv-cache-dtype", "fp8", *SMALL_STEPS)["untested"]
     assert untested.startswith(f"--kv-cache-dtype fp8 was not tested with {words};" if words else "")
-    assert bool(untested) == bool(words)
+    assert ("was not tested with" in untested) == bool(words)
 
 
 def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path) -> None:
@@ -236,22 +237,30 @@ def test_steps_beyond_a_block_of_states(process: EngineProcess, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("family", "words", "helps"),
     [
-        ("gpt-oss", "of a model with several KV cache groups, or windows", ["--disable-hybrid-kv-cache-manager"]),
-        ("granite-4", "of a model whose layers keep states beside attention", []),
-        ("deepseek-v2", "of an MLA model", []),
+        (
+            "gpt-oss",
+            "of a model with several KV cache groups, or windows",
+            ["--disable-hybrid-kv-cache-manager", "--cache off"],
+        ),
+        (
+            "granite-4",
+            "of a model whose layers keep states beside attention",
+            ["--cache off, and --max-num-batched-tokens 128"],
+        ),
+        ("deepseek-v2", "of an MLA model", ["--cache off"]),
     ],
 )
 def test_a_cache_of_prompts_is_refused_by_the_models_layers(
     process: EngineProcess, family: str, words: str, helps: list[str], tmp_path: Path
 ) -> None:
-    """And the model is served without it, or with its windows stored whole."""
+    """And the model is served without it, or with its windows stored whole; with Mamba2 states in small steps besides,
+    which the default of a server on a CPU exceeds."""
     families.skip_unless_served(families.FAMILIES[family])
     llm = str(families.make(family, tmp_path / "model"))
     flags = ["--dtype", families.FAMILIES[family].dtype, "--enable-prefix-caching"]
-    flags += SMALL_STEPS if family == "granite-4" else ()
     found = asked(process, llm, *flags, settings=ServerSettings("always-swap", host_gib=0.5, cache="cost"))
     assert found["refused"].endswith(f"kvpolicy does not cache prompts {words}: leave --cache out")
-    assert found["helps"] == [*helps, "--cache off"]
+    assert found["helps"] == helps
 
 
 def test_prompts_in_files_are_refused_before_the_engine_starts(
@@ -381,7 +390,7 @@ def test_data_parallel_cores_have_the_same_blocks_each(process: EngineProcess, m
         for n in (1, 2)
     )
     assert not two["refused"] and not two["not_laid_out"] and two["groups"]
-    assert two == alone
+    assert two | {"untested": ""} == alone | {"untested": ""}, "of several cores not every version was tested"
 
 
 EXAMPLE = {
@@ -408,7 +417,8 @@ def test_other_connectors_are_put_behind(process: EngineProcess, model: str) -> 
     [
         ("llama", "DecodeBenchConnector", ""),
         ("gpt-oss", "DecodeBenchConnector", ""),
-        ("granite-4", "DecodeBenchConnector", ""),
+        ("llama-4", "DecodeBenchConnector", ""),
+        ("granite-4", "DecodeBenchConnector", "was tested beside it with Mamba2 states and one request alone"),
         ("granite-4", "SimpleCPUOffloadConnector", "was not tested beside it; tested are ExampleConnector"),
         ("gpt-oss", "SimpleCPUOffloadConnector", "was not tested beside it; tested are ExampleConnector"),
         ("llama", "SimpleCPUOffloadConnector", "was not tested beside it; tested are ExampleConnector"),

@@ -129,9 +129,13 @@ def ordered(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*map(ordered, families.FAMILIES)])
 def test_an_order_under_pressure(family: str, tmp_path: Path) -> None:
+    assert_served_in_order(family, {}, tmp_path)
+
+
+def assert_served_in_order(family: str, engine: dict[str, Any], folder: Path) -> None:
     """First come, first served by vLLM, so that the order is the plugin's."""
     asked = requests(18)
-    result = pressed(family, asked, {"scheduling_policy": "fcfs"}, tmp_path, order="mlfq:base=32")
+    result = pressed(family, asked, {"scheduling_policy": "fcfs"} | engine, folder, order="mlfq:base=32")
     assert_unharmed_of(family, asked, result)
     assert harness.total(result["stats"], "preemptions", cause="displaced") > 0
 
@@ -142,6 +146,13 @@ def test_an_order_under_pressure(family: str, tmp_path: Path) -> None:
 def test_two_ranks_under_pressure(family: str, tmp_path: Path) -> None:
     asked = requests(17)
     assert_unharmed_of(family, asked, pressed(family, asked, {"tensor_parallel_size": 2}, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.feature("tensor parallelism")
+@pytest.mark.parametrize("family", [*map(ordered, ["gpt-oss", "granite-4"])])
+def test_an_order_on_two_ranks_under_pressure(family: str, tmp_path: Path) -> None:
+    assert_served_in_order(family, {"tensor_parallel_size": 2}, tmp_path)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -11,10 +12,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
+
 from kvpolicy_vllm import connector
 from kvpolicy_vllm.check import lay_out
 from kvpolicy_vllm.plugin import tested_setups
-from tests.vllm import features
+from tests.feature_record import RECORD
+from tests.vllm import families, features
 from tests.vllm.versions import ROOT
 
 
@@ -24,6 +28,12 @@ def not_warned_of() -> Iterator[None]:
     tested_setups._warn_once.cache_clear()
     yield
     tested_setups._warn_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def version_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was tested on one version alone is in `tests/vllm/test_tested_versions.py`."""
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
 
 
 def with_layers(*groups: Any) -> Any:
@@ -47,8 +57,16 @@ WHOLE_WINDOW, WHOLE_CHUNK = (
 """Of which all blocks are stored, as with --disable-hybrid-kv-cache-manager."""
 ONLY_FULL = "NixlConnector was tested beside it with one KV cache group of full attention only"
 NO_OTHERS = (
-    "DecodeBenchConnector was tested beside it with one KV cache group of full attention, with windows or with Mamba2 "
-    "states only, and this model has others"
+    "DecodeBenchConnector was tested beside it with one KV cache group of full attention, with windows or with chunks "
+    "or with Mamba2 states only, and this model has others"
+)
+ALONE = (
+    "DecodeBenchConnector was tested beside it with Mamba2 states and one request alone: it writes made-up values to "
+    "the states of all that run"
+)
+ONLY_WHOLE_WINDOWS = (
+    "ExampleConnector was tested beside it with one KV cache group of full attention, with windows stored whole only, "
+    "and this model has others"
 )
 
 
@@ -64,12 +82,16 @@ NO_OTHERS = (
         (["DecodeBenchConnector"], with_layers(FULL, WINDOW), ""),
         (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, WINDOW), ONLY_FULL),
         (["NixlConnector"], with_layers(FULL, MAMBA2), ONLY_FULL),
-        (["DecodeBenchConnector"], with_layers(FULL, MAMBA2), ""),
+        (["DecodeBenchConnector"], with_layers(FULL, MAMBA2), ALONE),
         (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, MAMBA2), ONLY_FULL),
         (["DecodeBenchConnector"], with_layers(FULL, GDN), NO_OTHERS),
-        (["DecodeBenchConnector"], with_layers(FULL, CHUNK), NO_OTHERS),
+        (["DecodeBenchConnector"], with_layers(FULL, CHUNK), ""),
+        (["DecodeBenchConnector"], with_layers(FULL, WINDOW, CHUNK), NO_OTHERS),
         (["DecodeBenchConnector"], with_layers(FULL, WINDOW, MAMBA2), NO_OTHERS),
-        (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, CHUNK), f"DecodeBenchConnector, {ONLY_FULL}"),
+        (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, CHUNK), ONLY_FULL),
+        (["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, GDN), f"DecodeBenchConnector, {ONLY_FULL}"),
+        (["ExampleConnector"], with_layers(WHOLE_WINDOW), ""),
+        (["ExampleConnector"], with_layers(WHOLE_CHUNK), ONLY_WHOLE_WINDOWS),
         (["DecodeBenchConnector", "NixlConnector"], with_layers(LATENT), f"DecodeBenchConnector, {ONLY_FULL}"),
     ],
 )
@@ -133,6 +155,11 @@ def test_it_is_told_while_vllm_makes_its_configuration(
     assert connector.KVPolicyConnector and len(caplog.records) == 1
 
 
+def test_one_request_alone_is_told_beside_another_connector() -> None:
+    said = tested_setups.untested_connectors(["DecodeBenchConnector", "NixlConnector"], with_layers(FULL, MAMBA2))
+    assert said.startswith(ONLY_FULL) and said.endswith(f"; {ALONE}")
+
+
 def test_every_connector_that_is_called_tested_has_a_test_of_engines() -> None:
     """And is on the page."""
     tests = (ROOT / "tests" / "vllm" / "test_engines_beside.py").read_text()
@@ -141,6 +168,20 @@ def test_every_connector_that_is_called_tested_has_a_test_of_engines() -> None:
     rows += "".join(line for line in page.splitlines() if line.startswith("| ") and "two engines" in line)
     for name in tested_setups.TESTED_BESIDE:
         assert name in tests and name in rows
+
+
+def test_layers_that_a_connector_is_called_tested_with_are_in_the_record() -> None:
+    """Of each family that passed beside it: neither told as tested where it was not, nor the other way round."""
+    passed = [
+        case
+        for row in json.loads(RECORD.read_text())
+        if row["test"].endswith("::test_windows_beside_a_connector_that_makes_prompts_up")
+        for case in row.get("passed", [])
+    ]
+    kinds = {"SlidingWindowSpec": "windows", "ChunkedLocalAttentionSpec": "chunks"}
+    shown = {kinds[group] for case in passed for group in {*families.FAMILIES[case].groups} - {"FullAttentionSpec"}}
+    told = {kind for kind, names in tested_setups.TESTED_WITH.items() if "DecodeBenchConnector" in names}
+    assert shown == told & {*kinds.values()}
 
 
 def taking(architecture: str, **multimodal: Any) -> Any:

@@ -61,7 +61,8 @@ class CheckReport:
     host_gib: float
     """Host memory for evicted KV; 0 where a block's bytes are not known."""
     helps: tuple[str, ...] = ()
-    """Changes with any one of which it would be served, where it is the plugin that refuses; each was tried."""
+    """Changes with any one of which it would be served, where it is the plugin that refuses; each was tried. One may be
+    of two flags."""
     untested: str = ""
     """What no test has shown of the model with these flags, though it is served; empty where there is nothing."""
 

@@ -17,7 +17,7 @@ from kvpolicy.hardware import available_memory_bytes
 from kvpolicy_vllm.bench.engine_flags import RefusedByVllm, server_arguments, server_config
 from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.weightless import laid_out
-from kvpolicy_vllm.check.remedies import helping
+from kvpolicy_vllm.check.remedies import Verdict, helping
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.connector import cores_here, host_slots, pools
 from kvpolicy_vllm.plugin.connector_list import own_settings
@@ -57,7 +57,7 @@ def looked_at(flags: list[str]) -> dict[str, Any]:
     except RefusedByVllm as error:  # which names vLLM's own flags
         return known | {"refused": str(error)}
     except NotServed as error:
-        helps = helping(arguments, is_served, error.groups)
+        helps = helping(arguments, verdict_of, error.groups)
         return known | {"refused": str(error), "groups": error.groups, "helps": helps}
 
 
@@ -98,12 +98,14 @@ def judged(arguments: AsyncEngineArgs) -> dict[str, Any]:
     return served | {"untested": untested_setup(config, kv_cache)}
 
 
-def is_served(arguments: AsyncEngineArgs) -> bool:
-    """Whether the plugin serves it, for certain."""
+def verdict_of(arguments: AsyncEngineArgs) -> Verdict:
+    """Whether the plugin serves it, for certain, and the layers of what it does not."""
     try:
-        return "not_laid_out" not in judged(arguments)
+        return Verdict("not_laid_out" not in judged(arguments))
+    except NotServed as error:
+        return Verdict(False, error.groups)
     except KVPolicyError:
-        return False
+        return Verdict(False)
 
 
 def served_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:

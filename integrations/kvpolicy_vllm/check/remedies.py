@@ -66,11 +66,37 @@ REMEDIES = (
 """In the order in which they are named. What costs memory or speed says so in the documentation, not here."""
 
 
-def helping(arguments: Any, is_served: Callable[[Any], bool], groups: Sequence[Mapping[str, Any]] = ()) -> list[str]:
-    """The names of the changes with any one of which the server's arguments would be served. ``groups``: those of the
-    model's layers, where they were made before it was refused."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is said of a server's arguments."""
+
+    served: bool
+    """For certain."""
+    groups: Sequence[Mapping[str, Any]] = ()
+    """Those of the model's layers, where they were made before it was refused."""
+
+
+def helping(arguments: Any, judge: Callable[[Any], Verdict], groups: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """The names of the changes with any one of which the server's arguments would be served; where there is none, of
+    those with which it would be in small steps besides. ``groups``: as in the verdict of these arguments."""
     remedies = (*_room_for_prompts(arguments), *_steps_within_a_block(arguments, groups), *REMEDIES)
-    return [remedy.name for remedy in remedies if remedy.changes(arguments) and _tried(remedy, arguments, is_served)]
+    tried = [(remedy, _tried(remedy, arguments, judge)) for remedy in remedies if remedy.changes(arguments)]
+    alone = [remedy.name for remedy, verdict in tried if verdict.served]
+    return alone or [
+        name for remedy, verdict in tried for name in _in_small_steps(remedy, arguments, judge, verdict.groups)
+    ]
+
+
+def _in_small_steps(
+    remedy: Remedy, arguments: Any, judge: Callable[[Any], Verdict], groups: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The change and a limit on a step, both named, if both together help: a server's default on a CPU exceeds a block
+    of states, whatever else is refused. ``groups``: of the layers, as they are with the change."""
+    changed = remedy.changed(arguments)
+    for steps in _steps_within_a_block(changed, groups):
+        with _environment(remedy.environment):
+            if steps.changes(changed) and _tried(steps, changed, judge).served:
+                yield f"{remedy.name}, and {steps.name}"
 
 
 def _room_for_prompts(arguments: Any) -> list[Remedy]:
@@ -97,9 +123,9 @@ def _limits_the_scheduler(arguments: Any) -> bool:
     return getattr(arguments, "max_num_scheduled_tokens", None) is not None  # which older versions do not have
 
 
-def _tried(remedy: Remedy, arguments: Any, is_served: Callable[[Any], bool]) -> bool:
+def _tried(remedy: Remedy, arguments: Any, judge: Callable[[Any], Verdict]) -> Verdict:
     with _environment(remedy.environment):
-        return is_served(remedy.changed(arguments))
+        return judge(remedy.changed(arguments))
 
 
 @contextmanager

@@ -59,16 +59,24 @@ def attends_to_everything(kv_cache: KVCacheConfig) -> bool:
     return type(spec).__name__ == "FullAttentionSpec" and not limited
 
 
-def has_windows_alone(kv_cache: KVCacheConfig) -> bool:
-    """Whether all layers but those of full attention have a window, and groups of their own."""
-    kinds = {kind_of(group) for group in kv_cache.kv_cache_groups}
-    return "SlidingWindowSpec" in kinds and kinds <= {"FullAttentionSpec", "SlidingWindowSpec"}
+OTHER_LAYERS = {
+    "SlidingWindowSpec": "windows",
+    "ChunkedLocalAttentionSpec": "chunks",
+    "MAMBA2": "Mamba2 states",
+}
+"""Layers with groups of their own, by vLLM's specification or kind of states."""
+WHOLE_WINDOWS = "windows stored whole"
 
 
-def has_mamba2_alone(kv_cache: KVCacheConfig) -> bool:
-    """Whether all layers but those of full attention keep Mamba2 states."""
-    others = [group for group in kv_cache.kv_cache_groups if kind_of(group) != "FullAttentionSpec"]
-    return {state_kind(group) for group in others} == {"MAMBA2"}
+def other_layers(kv_cache: KVCacheConfig) -> str:
+    """What all layers have but those of full attention: a value of :data:`OTHER_LAYERS`, or :data:`WHOLE_WINDOWS` where
+    the only group has windows. Empty where that is something else, or several kinds."""
+    if is_plain(kv_cache):
+        spec = kv_cache.kv_cache_groups[0].kv_cache_spec
+        has_windows = type(spec).__name__ == "FullAttentionSpec" and getattr(spec, "sliding_window", None)
+        return WHOLE_WINDOWS if has_windows else ""
+    kinds = {state_kind(group) or kind_of(group) for group in kv_cache.kv_cache_groups} - {"FullAttentionSpec"}
+    return OTHER_LAYERS.get(kinds.pop(), "") if len(kinds) == 1 else ""
 
 
 def is_replicated(kv_cache: KVCacheConfig) -> bool:

@@ -1,5 +1,5 @@
 """Whether a step may compute a prompt beyond the end of a block of Mamba2 states. Called by
-:mod:`kvpolicy_vllm.plugin.versions` where vLLM ends then."""
+:mod:`kvpolicy_vllm.plugin.versions` where vLLM ends then, or may."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def beyond_a_block_of_states(config: VllmConfig, kv_cache: KVCacheConfig) -> str
     if min(room, config.model_config.max_model_len) <= block:
         return ""
     return (
-        "with prefix caching vLLM's CPU build ends with an IndexError in mamba_mixer2, also without kvpolicy, once a "
-        f"step computes more tokens of a prompt than a block of Mamba2 states has, {block} here, and a step may have "
-        f"{room}: give --no-enable-prefix-caching, or --max-num-{'batched' if limit is None else 'scheduled'}-tokens "
-        f"of at most {block}"
+        "with prefix caching vLLM's CPU build ends with an IndexError in mamba_mixer2 (seen on 0.32, also without "
+        f"kvpolicy) once a step computes more tokens of a prompt than a block of Mamba2 states has, {block} here, and "
+        f"a step may have {room}: give --no-enable-prefix-caching, or "
+        f"--max-num-{'batched' if limit is None else 'scheduled'}-tokens of at most {block}"
     )

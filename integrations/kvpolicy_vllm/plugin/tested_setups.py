@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvpolicy_vllm.plugin.kv_layout import attends_to_everything, has_mamba2_alone, has_windows_alone
+from kvpolicy_vllm.plugin.kv_layout import WHOLE_WINDOWS, attends_to_everything, other_layers
+from kvpolicy_vllm.plugin.tested_versions import untested_version
 from kvpolicy_vllm.plugin.versions import connectors_beside, overwrites_before_saves
 
 if TYPE_CHECKING:
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
 
 TESTED_BESIDE = ("ExampleConnector", "DecodeBenchConnector", "NixlConnector", "LMCacheMPConnector")
 """Connectors that were tested beside kvpolicy's."""
-TESTED_WITH_WINDOWS = ("DecodeBenchConnector",)
-"""Those of them that were tested with layers of windows in groups of their own."""
-TESTED_WITH_MAMBA2 = ("DecodeBenchConnector",)
-"""Those of them that were tested with layers of Mamba2 states."""
+TESTED_WITH = {
+    "windows": ("DecodeBenchConnector",),
+    "chunks": ("DecodeBenchConnector",),
+    "Mamba2 states": ("DecodeBenchConnector",),
+    WHOLE_WINDOWS: ("ExampleConnector",),
+}
+"""Those of them that were tested with layers besides full attention, by :func:`other_layers`."""
+TESTED_ALONE = {("DecodeBenchConnector", "Mamba2 states"): "it writes made-up values to the states of all that run"}
+"""Those of which one request alone was tested with such layers, and why."""
 TESTED_MULTIMODAL = {"LlavaForConditionalGeneration": "", "Qwen2VLForConditionalGeneration": "videos"}
 """Architectures that were tested with pictures, and what else they take, which was not."""
 TESTED_WITH_FP8 = "full attention and windows"
@@ -36,6 +42,7 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
         untested_precision(config),
         untested_connectors(connectors_beside(config), kv_cache),
         untested_states(config, kv_cache),
+        untested_version(config, kv_cache),
     )
     return "; ".join(filter(None, parts))
 
@@ -60,15 +67,20 @@ def untested_connectors(names: Sequence[str], kv_cache: KVCacheConfig | None) ->
         return f"{', '.join(untested)} was not tested beside it; tested are {tested}"
     if kv_cache is None or attends_to_everything(kv_cache):
         return ""
-    if has_windows_alone(kv_cache):
-        names = [name for name in names if name not in TESTED_WITH_WINDOWS]
-    if has_mamba2_alone(kv_cache):
-        names = [name for name in names if name not in TESTED_WITH_MAMBA2]
-    if not names:
-        return ""
+    kind = other_layers(kv_cache)
+    said = [
+        f"{name} was tested beside it with {kind} and one request alone: {why}"
+        for (name, layers), why in TESTED_ALONE.items()
+        if name in names and layers == kind
+    ]
+    others = [name for name in names if name not in TESTED_WITH.get(kind, ())]
+    return "; ".join([_tested_with_others(others), *said] if others else said)
+
+
+def _tested_with_others(names: Sequence[str]) -> str:
+    """That these connectors were tested with other layers than the model's."""
     layers, here = "one KV cache group of full attention", "several, or windows, chunks, states or latent attention"
-    tested = (("windows", TESTED_WITH_WINDOWS), ("Mamba2 states", TESTED_WITH_MAMBA2))
-    if also := [kind for kind, connectors in tested if set(names) <= set(connectors)]:
+    if also := [kind for kind, connectors in TESTED_WITH.items() if set(names) <= set(connectors)]:
         layers, here = f"{layers}, with {' or with '.join(also)}", "others"
     return f"{', '.join(names)} was tested beside it with {layers} only, and this model has {here}"
 

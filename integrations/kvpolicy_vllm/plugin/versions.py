@@ -41,7 +41,8 @@ there are several groups, and lay out the KV cache in another way."""
 OLDEST_WITH_DEFERRED_FREES = (0, 30)
 """For blocks that come free a step late. Earlier versions preempt request after request for them."""
 WITHIN_A_BLOCK_OF_STATES = (0, 32)
-"""The version whose CPU build ends beyond one. On earlier ones states are not served, and 0.33 has no CPU build."""
+"""The version whose CPU build was seen to end beyond one. On earlier ones states are not served; of later ones no CPU
+build is published, and one from sources is taken to end, too, as none was seen to come through."""
 SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
 """Specifications of KV cache groups, by vLLM's names."""
 SERVED_STATES = ("MAMBA2", "GDN_ATTN")
@@ -442,8 +443,8 @@ def _refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         raise UnsupportedEngine(_older_message(named, instead))
     if overwrites_before_saves(config, kv_cache):
         _refuse_overwritten(config, f"{named} of several precisions, or with states,")
-    ends = platform().is_cpu() and engine_version(allow_untested=allows_untested(config)) == WITHIN_A_BLOCK_OF_STATES
-    if ends and (problem := beyond_a_block_of_states(config, kv_cache)):
+    may_end = platform().is_cpu() and engine_version(allow_untested=allows_untested(config)) >= WITHIN_A_BLOCK_OF_STATES
+    if may_end and (problem := beyond_a_block_of_states(config, kv_cache)):
         raise UnsupportedEngine(problem)
 
 
