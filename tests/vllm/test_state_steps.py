@@ -63,13 +63,14 @@ def test_the_flag_that_limits_is_named() -> None:
     [
         (configured(BLOCK), HYBRID),
         (configured(2048, scheduled=BLOCK), HYBRID),
+        (configured(BLOCK, scheduled=512), HYBRID),
         (configured(longest=BLOCK), HYBRID),
         (configured(), kv_cache(states(mode="none"), group("FullAttentionSpec"))),
         (configured(), kv_cache(states("GDN_ATTN", checkpoints=0), group("FullAttentionSpec"))),
         (configured(), kv_cache(states(checkpoints=0), group("FullAttentionSpec"))),
         (configured(), kv_cache(group("FullAttentionSpec"), group("SlidingWindowSpec"))),
     ],
-    ids=["batch", "scheduler", "short model", "no prefix caching", "GDN", "steps end at blocks", "windows"],
+    ids=["batch", "scheduler", "batch below it", "short model", "no prefix caching", "GDN", "steps end at blocks", "windows"],
 )
 def test_what_is_never_computed_beyond_a_block(config: Any, cache: Any) -> None:
     assert beyond_a_block_of_states(config, cache) == ""

@@ -31,13 +31,14 @@ def beyond_a_block_of_states(config: VllmConfig, kv_cache: KVCacheConfig) -> str
     if not sizes:
         return ""
     scheduler, block = config.scheduler_config, min(sizes)
-    limit = scheduler.max_num_scheduled_tokens
-    room = scheduler.max_num_batched_tokens if limit is None else limit
+    batched, limit = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+    # The flag that limits a step: vLLM heeds both.
+    flag, room = ("batched", batched) if limit is None or batched < limit else ("scheduled", limit)
     if min(room, config.model_config.max_model_len) <= block:
         return ""
     return (
         "with prefix caching vLLM's CPU build ends with an IndexError in mamba_mixer2 (seen on 0.32, also without "
         f"kvpolicy) once a step computes more tokens of a prompt than a block of Mamba2 states has, {block} here, and "
         f"a step may have {room}: give --no-enable-prefix-caching, or "
-        f"--max-num-{'batched' if limit is None else 'scheduled'}-tokens of at most {block}"
+        f"--max-num-{flag}-tokens of at most {block}"
     )
