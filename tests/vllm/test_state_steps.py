@@ -70,7 +70,16 @@ def test_the_flag_that_limits_is_named() -> None:
         (configured(), kv_cache(states(checkpoints=0), group("FullAttentionSpec"))),
         (configured(), kv_cache(group("FullAttentionSpec"), group("SlidingWindowSpec"))),
     ],
-    ids=["batch", "scheduler", "batch below it", "short model", "no prefix caching", "GDN", "steps end at blocks", "windows"],
+    ids=[
+        "batch",
+        "scheduler",
+        "batch below it",
+        "short model",
+        "no prefix caching",
+        "GDN",
+        "steps end at blocks",
+        "windows",
+    ],
 )
 def test_what_is_never_computed_beyond_a_block(config: Any, cache: Any) -> None:
     assert beyond_a_block_of_states(config, cache) == ""
