@@ -113,8 +113,10 @@ soak: .venv/.made
 
 test-version: $(if $(filter $(WITHOUT_CPU_BUILD),$(VLLM)),test-sources,test-build)
 
+# What `make test` drives another version's sources through says nothing of this one.
 test-build: .venv-$(VLLM)/.made
-	KVPOLICY_REQUIRE_VLLM=1 .venv-$(VLLM)/bin/python -m pytest tests/vllm $(QUICK) $(RECORDED) $(PYTEST_FLAGS)
+	KVPOLICY_REQUIRE_VLLM=1 .venv-$(VLLM)/bin/python -m pytest tests/vllm $(QUICK) -k "not $(SOURCES)" \
+		$(RECORDED) $(PYTEST_FLAGS)
 
 test-sources: .venv/.made
 	.venv/bin/python tools/vllm_sources.py .vllm-sources $(VLLM)
