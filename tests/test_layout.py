@@ -53,6 +53,7 @@ ELSEWHERE = {
     "kvpolicy_vllm.integration": ["test_integrations.py"],
     "kvpolicy_vllm.plugin.copiers.cuda": ["vllm/test_cuda_order.py"],
     "kvpolicy_vllm.plugin.copiers.indexing": ["plugin/copiers/test_base.py"],
+    "kvpolicy_vllm.plugin.offloading_names": ["vllm/test_offloading.py"],
     "kvpolicy_vllm.plugin.messages": ["plugin/test_host_copies.py"],
     "kvpolicy_vllm.plugin.order_limits": ["vllm/test_versions.py"],
     "kvpolicy_vllm.plugin.scheduler": ["vllm/test_live_decision.py"],

@@ -68,16 +68,20 @@ def test_vllm_takes_it_and_what_it_names_exists(page: str, text: str) -> None:
     pytest.importorskip("vllm")
     from vllm.config import KVTransferConfig
 
-    from kvpolicy_vllm import file_offloading, offloading
+    from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+    from kvpolicy_vllm import file_offloading
+    from kvpolicy_vllm.plugin import register
+
+    register()  # as vLLM does, which then knows the names
     made = KVTransferConfig(**json.loads(text))
     for one in made.kv_connector_extra_config.get("secondary_tiers", ()):
-        assert getattr(file_offloading, one["type"]) and one["module_path"] == file_offloading.__name__
-        settings = {key: value for key, value in one.items() if key not in ("type", "module_path")}
+        assert one["type"] in SecondaryTierFactory._registry
+        settings = {key: value for key, value in one.items() if key != "type"}
         assert fields.read(file_offloading.TierSettings, settings, page).max_gib == one["max_gib"]
     if policy := made.kv_connector_extra_config.get("eviction_policy"):
-        assert made.kv_connector_extra_config["cache_policy_module_path"] == offloading.__name__
-        assert getattr(offloading, policy)
+        assert policy in CachePolicyFactory._registry
 
 
 @pytest.mark.parametrize(("page", "path", "body"), BODIES)
