@@ -67,7 +67,6 @@ def test_a_connector_that_is_shown_is_read(page: str, text: str) -> None:
 def test_vllm_takes_it_and_what_it_names_exists(page: str, text: str) -> None:
     pytest.importorskip("vllm")
     from vllm.config import KVTransferConfig
-
     from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
