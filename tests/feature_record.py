@@ -12,6 +12,7 @@ the place of names was written before they were recorded, and goes once its test
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -78,9 +79,11 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def note_marks(item: pytest.Item) -> None:
-    """Add a collected test's to :data:`MARKS`, unless some of its cases are not collected."""
+    """Add a collected test's to :data:`MARKS`, unless some of its cases are not collected, or it says only while it
+    runs what its feature is."""
     marks = item.config.stash.setdefault(MARKS, {})
-    if not is_partial(item.config):
+    says_later = isinstance(item, pytest.Function) and "applymarker" in inspect.getsource(item.function)
+    if not is_partial(item.config) and not says_later:
         marks.setdefault(test_of(item), []).extend((mark, how_of(item, mark)) for mark in item.iter_markers("feature"))
 
 

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory", reason="this vLLM has no caching policies to choose")
+policies = pytest.importorskip("vllm.v1.kv_offload.cpu.policies.base")
+if not hasattr(policies.CachePolicy, "on_request_finished"):
+    pytest.skip("this vLLM does not say how chunks follow each other", allow_module_level=True)
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -20,12 +23,7 @@ from kvpolicy_vllm.offloading import CostCachePolicy
 from kvpolicy_vllm.plugin import offloading_names, register
 from tests.caching.test_by_cost import conversations
 
-pytestmark = [
-    pytest.mark.scheduler,
-    pytest.mark.skipif(
-        not hasattr(CachePolicy, "on_request_finished"), reason="this vLLM does not say how chunks follow each other"
-    ),
-]
+pytestmark = pytest.mark.scheduler
 
 OURS = ("CostCachePolicy", "kvpolicy_vllm.offloading")
 CHUNK_TOKENS = 64

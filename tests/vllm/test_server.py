@@ -308,6 +308,7 @@ def test_terminated_right_after_the_last_answer(model: str, tmp_path: Path) -> N
     assert recorded.table("outcomes").num_rows == recorded.table("decisions").num_rows
 
 
+@pytest.mark.filterwarnings("ignore:never tested with an engine")  # where an older vLLM is installed
 def test_started_from_python(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`kvpolicy.serve` with a policy of one's own: it is checked and answers, also what the documents send it, decides
     by that policy, and ends when it is told to."""

@@ -81,7 +81,11 @@ LIKE_PLUGIN = {"order": "urgent", "cache": "cost", "cache_files": "kv"}
 def test_what_no_engine_of_this_version_was_tested_with_is_told(
     monkeypatch: pytest.MonkeyPatch, called: str, changed: dict[str, Any], kv_cache: Any, names: str
 ) -> None:
-    """A connector that was tested nowhere is told of as such. Layers are once they are known."""
+    """A connector that was tested nowhere is told of as such. Layers are once they are known. As if little had been
+    tested with 0.31, and nothing with other versions."""
+    little = {"full attention", "windows stored whole", "prefix caching", "priority scheduling", "tensor parallelism"}
+    of_old = frozenset({*little, "beside ExampleConnector"})
+    monkeypatch.setattr(tested_versions, "TESTED", {COMPLETE: TESTED[COMPLETE], (0, 31): of_old})
     monkeypatch.setattr(vllm, "__version__", called)
     said = untested_version(configured(**changed), kv_cache)
     assert said.startswith(f"never tested with an engine of vLLM {called[:4]}: {names}" if names else "")
@@ -89,6 +93,7 @@ def test_what_no_engine_of_this_version_was_tested_with_is_told(
 
 
 def test_it_is_one_warning_with_what_else_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested_versions, "TESTED", {COMPLETE: TESTED[COMPLETE]})
     monkeypatch.setattr(vllm, "__version__", "0.30.0")
     said = untested_setup(configured(experts=8, beside=["MyConnector", "NixlConnector"]), FULL)
     assert said.startswith("MyConnector was not tested beside it; tested are ExampleConnector")

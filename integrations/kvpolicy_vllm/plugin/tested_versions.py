@@ -47,8 +47,9 @@ TESTED = {
     COMPLETE: frozenset({*LAYERS.values(), *STATES.values(), *DRAFTS.values(), MLA_DRAFTS, *OTHERS}),
     (0, 31): frozenset(
         {
-            "full attention", "windows stored whole", "prefix caching", "priority scheduling", "tensor parallelism",
-            "beside ExampleConnector",
+            "full attention", "windows stored whole", "MoE", "fp8 KV cache", "LoRA", "prefix caching",
+            "priority scheduling", "orders of service", "tensor parallelism", "data parallelism",
+            "beside ExampleConnector", "beside DecodeBenchConnector",
         }
     ),
 }  # fmt: skip
