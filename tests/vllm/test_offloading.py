@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.cpu.policies.factory", reason="this vLLM has no caching policies to choose")
-policies = pytest.importorskip("vllm.v1.kv_offload.cpu.policies.base")
-if not hasattr(policies.CachePolicy, "on_request_finished"):
-    pytest.skip("this vLLM does not say how chunks follow each other", allow_module_level=True)
+pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure", reason="caching policies have another interface")
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
