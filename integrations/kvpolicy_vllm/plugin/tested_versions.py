@@ -52,6 +52,12 @@ TESTED = {
             "beside ExampleConnector", "beside DecodeBenchConnector",
         }
     ),
+    (0, 28): frozenset(
+        {
+            "full attention", "MoE", "fp8 KV cache", "LoRA", "prefix caching", "priority scheduling",
+            "tensor parallelism",
+        }
+    ),
 }  # fmt: skip
 """Features that tests with real engines passed, by the version of vLLM. Of others no engine was tested, but their
 schedulers."""
