@@ -58,6 +58,12 @@ TESTED = {
             "tensor parallelism",
         }
     ),
+    (0, 24): frozenset(
+        {
+            "full attention", "MoE", "fp8 KV cache", "LoRA", "prefix caching", "priority scheduling",
+            "tensor parallelism",
+        }
+    ),
 }  # fmt: skip
 """Features that tests with real engines passed, by the version of vLLM. Of others no engine was tested, but their
 schedulers."""
