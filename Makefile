@@ -37,7 +37,7 @@ IN_PROCESS = $(addprefix tests/vllm/test_,table_admission.py surviving_tables.py
 	hinted_prompts.py soak_files.py control_file.py)
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
-WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm
+WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 KVPOLICY_REQUIRE_SOURCES=1 .venv/bin/python -m pytest tests/vllm
 QUICK = -m "not slow" --durations=25
 # Where flags choose some tests, one half may hold none of them: pytest says 5 then.
 NOTHING_FOUND = $(if $(PYTEST_FLAGS),|| test $$? -eq 5)
@@ -113,10 +113,9 @@ soak: .venv/.made
 
 test-version: $(if $(filter $(WITHOUT_CPU_BUILD),$(VLLM)),test-sources,test-build)
 
-# What `make test` drives another version's sources through says nothing of this one.
+# Without other versions' sources, which say nothing of this one.
 test-build: .venv-$(VLLM)/.made
-	KVPOLICY_REQUIRE_VLLM=1 .venv-$(VLLM)/bin/python -m pytest tests/vllm $(QUICK) -k "not $(SOURCES)" \
-		$(RECORDED) $(PYTEST_FLAGS)
+	KVPOLICY_REQUIRE_VLLM=1 .venv-$(VLLM)/bin/python -m pytest tests/vllm $(QUICK) $(RECORDED) $(PYTEST_FLAGS)
 
 test-sources: .venv/.made
 	.venv/bin/python tools/vllm_sources.py .vllm-sources $(VLLM)

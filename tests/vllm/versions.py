@@ -63,7 +63,7 @@ def source_or_skip(version: str) -> str:
     if source is not None:
         return source
     reason = f"no sources of vLLM {version}: `python tools/vllm_sources.py .vllm-sources {version}` fetches them"
-    if version == FETCHED_BY_MAKE and os.environ.get("KVPOLICY_REQUIRE_VLLM") == "1":
+    if version == FETCHED_BY_MAKE and os.environ.get("KVPOLICY_REQUIRE_SOURCES") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
 
