@@ -40,8 +40,8 @@ def state_kind(group: Any) -> str:
     """vLLM's name of the states that the group's layers keep, as MAMBA2; empty where they keep none."""
     if kind_of(group) != "MambaSpec":
         return ""
-    kept = group.kv_cache_spec.mamba_type
-    return str(getattr(kept, "name", kept))
+    mamba_type = group.kv_cache_spec.mamba_type
+    return str(getattr(mamba_type, "name", mamba_type))
 
 
 def is_plain(kv_cache: KVCacheConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from importlib.util import find_spec
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -43,7 +44,8 @@ def _register_policy() -> None:
 
 def _register_tier() -> None:
     # Without it, as in vLLM 0.30, which has the registry, tiers are made with other arguments.
-    import vllm.v1.kv_offload.tiering.backpressure  # noqa: F401
+    if find_spec("vllm.v1.kv_offload.tiering.backpressure") is None:
+        return
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
     with suppress(ValueError):  # registered already
