@@ -915,3 +915,19 @@ def test_a_decode_nodes_medians_are_of_each_option(monkeypatch: pytest.MonkeyPat
     assert found["swap"] == {"seconds": 0.04, "cpu_s": 0.02, "steps": 3.0}
     line = node.median_line("recompute", found["recompute"])
     assert line == "median of a recompute: 3.0000 s (3,000.0 ms), 1,500.0 ms of CPU time, 250 steps"
+
+
+def test_a_page_says_of_a_decode_node_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    node = import_module("decode_node_engine")
+    raw = json.loads((ROOT / "docs" / "decode-node.json").read_text())
+    found = [node.Return(**one) for one in raw["returns"]]
+    assert node.medians(found) == raw["medians"] and len(found) == 16
+    recompute, swap = raw["medians"]["recompute"], raw["medians"]["swap"]
+    ratio = node.ratios(found)["seconds"]
+    page = " ".join((ROOT / "docs" / "other-connectors.md").read_text().split())
+    assert (
+        f"a recompute takes {recompute['seconds']:.2f} s and {recompute['steps']:g} steps, a swap "
+        f"{1e3 * swap['seconds']:.1f} ms and {swap['steps']:g} steps"
+    ) in page
+    assert f"takes {ratio.value:.1f} times as long ({ratio.low:.1f} to {ratio.high:.0f})" in page
