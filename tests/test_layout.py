@@ -55,7 +55,7 @@ ELSEWHERE = {
     "kvpolicy_vllm.plugin.copiers.indexing": ["plugin/copiers/test_base.py"],
     "kvpolicy_vllm.plugin.offloading_names": ["vllm/test_offloading.py"],
     "kvpolicy_vllm.plugin.messages": ["plugin/test_host_copies.py"],
-    "kvpolicy_vllm.plugin.order_limits": ["vllm/test_versions.py"],
+    "kvpolicy_vllm.plugin.order_limits": ["vllm/test_config_refusals.py"],
     "kvpolicy_vllm.plugin.scheduler": ["vllm/test_live_decision.py"],
     "kvpolicy_vllm.plugin.situation": ["vllm/test_controller.py"],
     "kvpolicy_vllm.simulator.controller": ["vllm/test_vllm_simulator.py"],
