@@ -57,7 +57,6 @@ ELSEWHERE = {
     "kvpolicy_vllm.plugin.messages": ["plugin/test_host_copies.py"],
     "kvpolicy_vllm.plugin.order_limits": ["vllm/test_config_refusals.py"],
     "kvpolicy_vllm.plugin.scheduler": ["vllm/test_live_decision.py"],
-    "kvpolicy_vllm.plugin.situation": ["vllm/test_controller.py"],
     "kvpolicy_vllm.simulator.controller": ["vllm/test_vllm_simulator.py"],
     "kvpolicy_vllm.simulator.deployment": ["vllm/test_vllm_simulator.py"],
     "kvpolicy_vllm.simulator.engine": ["vllm/test_vllm_simulator.py"],
