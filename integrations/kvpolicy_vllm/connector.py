@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvpolicy_vllm.plugin import connector, register
+from kvpolicy_vllm.plugin.config_refusals import refuse_early
 from kvpolicy_vllm.plugin.tested_setups import warn_untested_setup
-from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_early
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 
 CONNECTOR = "KVPolicyConnector"
 

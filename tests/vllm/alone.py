@@ -204,7 +204,7 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
     found |= refused_groups(job, good, told)
     for device in ("cpu", "cuda", "rocm", "xpu", "tpu", "oot"):
         made = type("Made", (Platform,), {"_enum": PlatformEnum[device.upper()], "device_name": device})()
-        with mock.patch("kvpolicy_vllm.plugin.versions.platform", return_value=made):
+        with mock.patch("kvpolicy_vllm.plugin.config_refusals.platform", return_value=made):
             found[f"device {device}"] = told(good)
     engine = EngineArgs(model=job["model"], dtype="float32", skip_tokenizer_init=True, **good).create_engine_config()
     with set_current_vllm_config(engine):
@@ -255,7 +255,7 @@ def refused_groups(job: dict[str, Any], good: dict[str, Any], told: Callable[...
 
 def refused(config: Any, cache: Any = None) -> str:
     """What a configuration is told that vLLM would not make on this device. ``cache``: its KV cache, where known."""
-    from kvpolicy_vllm.plugin.versions import refuse_unsupported  # here: stock vLLM does without the plugin
+    from kvpolicy_vllm.plugin.config_refusals import refuse_unsupported  # here: stock vLLM does without the plugin
 
     try:
         refuse_unsupported(config, cache)

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 import vllm
 
-from kvpolicy_vllm.plugin import versions
+from kvpolicy_vllm.plugin import layer_refusals
 from kvpolicy_vllm.plugin.state_steps import beyond_a_block_of_states
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 from tests.feature_record import installed_version
@@ -102,13 +102,13 @@ def test_a_build_that_ends_or_may_is_refused(
 ) -> None:
     """No CPU build after 0.32 was seen to come through: there may be some from sources, with and without a version."""
     monkeypatch.setattr(vllm, "__version__", called)
-    monkeypatch.setattr(versions, "platform", lambda: SimpleNamespace(is_cpu=lambda: cpu))
+    monkeypatch.setattr(layer_refusals, "platform", lambda: SimpleNamespace(is_cpu=lambda: cpu))
     if not refused:
-        versions._refuse_kv_cache(configured(allow_untested_version=True), HYBRID)
+        layer_refusals.refuse_kv_cache(configured(allow_untested_version=True), HYBRID)
         return
     with pytest.raises(UnsupportedEngine, match="ends with an IndexError in mamba_mixer2"):
-        versions._refuse_kv_cache(configured(allow_untested_version=True), HYBRID)
-    versions._refuse_kv_cache(configured(BLOCK, allow_untested_version=True), HYBRID)
+        layer_refusals.refuse_kv_cache(configured(allow_untested_version=True), HYBRID)
+    layer_refusals.refuse_kv_cache(configured(BLOCK, allow_untested_version=True), HYBRID)
 
 
 @pytest.mark.slow

@@ -13,9 +13,11 @@ pytest.importorskip("vllm")
 import vllm
 
 from kvpolicy_vllm.plugin import tested_versions
+from kvpolicy_vllm.plugin.config_refusals import SERVED_DRAFTERS
+from kvpolicy_vllm.plugin.layer_refusals import SERVED_GROUPS, SERVED_STATES
 from kvpolicy_vllm.plugin.tested_setups import TESTED_BESIDE, untested_setup
 from kvpolicy_vllm.plugin.tested_versions import COMPLETE, TESTED, untested_version
-from kvpolicy_vllm.plugin.versions import NEWEST, OLDEST, SERVED_DRAFTERS, SERVED_GROUPS, SERVED_STATES
+from kvpolicy_vllm.plugin.versions import NEWEST, OLDEST
 from tests.feature_record import RECORD
 
 

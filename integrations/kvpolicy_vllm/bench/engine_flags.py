@@ -22,8 +22,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy_vllm.bench.engine_process import FLAGS
+from kvpolicy_vllm.plugin.config_refusals import refuse_unsupported
 from kvpolicy_vllm.plugin.one_flag import own_refusal
-from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

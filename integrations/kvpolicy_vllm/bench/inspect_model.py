@@ -20,9 +20,9 @@ from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.models import make_llama
 from kvpolicy_vllm.bench.profile_parts import tables_of
 from kvpolicy_vllm.bench.weightless import laid_out
+from kvpolicy_vllm.plugin.config_refusals import refuse_unsupported
 from kvpolicy_vllm.plugin.engine_config import geometry_of
 from kvpolicy_vllm.plugin.kv_layout import block_bytes, block_size, is_plain, kept_layers
-from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

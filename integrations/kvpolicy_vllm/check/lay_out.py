@@ -19,6 +19,7 @@ from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.weightless import laid_out
 from kvpolicy_vllm.check.remedies import Verdict, helping
 from kvpolicy_vllm.plugin.assembly import controller_for
+from kvpolicy_vllm.plugin.config_refusals import refuse_unsupported
 from kvpolicy_vllm.plugin.connector import cores_here, host_slots, pools
 from kvpolicy_vllm.plugin.connector_list import own_settings
 from kvpolicy_vllm.plugin.engine_config import device_name
@@ -27,7 +28,6 @@ from kvpolicy_vllm.plugin.kv_layout import block_bytes
 from kvpolicy_vllm.plugin.scheduler import refuse_order
 from kvpolicy_vllm.plugin.settings import Settings, refuse_unsafe_files
 from kvpolicy_vllm.plugin.tested_setups import untested_setup
-from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -21,6 +21,7 @@ from kvpolicy.request_marks import HintLimits
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import FileTier
 from kvpolicy_vllm.plugin.assembly import controller_for
+from kvpolicy_vllm.plugin.config_refusals import refuse_unsupported
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
@@ -32,12 +33,7 @@ from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.rank_files import RankFiles
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.shadow import ShadowCopier
-from kvpolicy_vllm.plugin.versions import (
-    engine_version,
-    platform,
-    refuse_unsupported,
-    warn_untested,
-)
+from kvpolicy_vllm.plugin.versions import engine_version, platform, warn_untested
 
 if TYPE_CHECKING:
     import torch

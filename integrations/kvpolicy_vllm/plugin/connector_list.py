@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, loads
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 WRONG_BESIDE = {
     "OffloadingConnector": "it does not notice which blocks another connector loads into, and may store what was "
@@ -35,6 +38,12 @@ def own_settings(transfer: Any) -> Mapping[str, Any]:
     return dict(next(own, {}).get("kv_connector_extra_config") or {})
 
 
+def has_set(config: VllmConfig, name: str) -> bool:
+    """Whether one of kvpolicy's settings is true. The settings themselves are checked later."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and own_settings(transfer).get(name) is True
+
+
 def give_own(transfer: Any, key: str, value: Any) -> None:
     """Set a key of kvpolicy's ``kv_connector_extra_config`` in vLLM's configuration."""
     if transfer.kv_connector != MULTI_CONNECTOR:
@@ -43,6 +52,13 @@ def give_own(transfer: Any, key: str, value: Any) -> None:
     for one in transfer.kv_connector_extra_config["connectors"]:
         if one.get("kv_connector") == CONNECTOR:
             one["kv_connector_extra_config"] = {**(one.get("kv_connector_extra_config") or {}), key: value}
+
+
+def connectors_beside(config: VllmConfig) -> list[str]:
+    """Names of the connectors that serve beside kvpolicy's."""
+    transfer = config.kv_transfer_config
+    listed = [] if transfer is None else configured(transfer)
+    return [name for one in listed if (name := str(one.get("kv_connector"))) != CONNECTOR]
 
 
 def own_connector(connector: Any) -> Any:

@@ -9,9 +9,19 @@ blocks are about to come free, and vLLM lets the request that lacks them wait a 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpolicy.host_store import HostBlock
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def overwrites_before_saves(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
+    """Whether a step clears new blocks, or copies states into them, before a connector can save what was there."""
+    clears = getattr(kv_cache, "needs_kv_cache_zeroing", False)  # not in all versions, nor is the model runner v2
+    return bool(clears and getattr(config, "use_v2_model_runner", False))
 
 
 class PinnedBlocks:

@@ -1,4 +1,5 @@
-"""Whether a step has room for a prompt that vLLM computes whole. Called by :mod:`kvpolicy_vllm.plugin.versions`."""
+"""Whether a step has room for a prompt that vLLM computes whole. Called by
+:mod:`kvpolicy_vllm.plugin.config_refusals`."""
 
 from __future__ import annotations
 

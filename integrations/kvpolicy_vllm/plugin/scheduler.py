@@ -20,24 +20,19 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy.order import Order, is_stock
 from kvpolicy.policy import Policy
-from kvpolicy_vllm.plugin.connector_list import own_connector
+from kvpolicy_vllm.plugin.config_refusals import refuse_connectors, refuse_offloading
+from kvpolicy_vllm.plugin.connector_list import connectors_beside, own_connector
 from kvpolicy_vllm.plugin.control_file import ControlFile, Start
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
 from kvpolicy_vllm.plugin.operator_log import named
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, ranks_twice
 from kvpolicy_vllm.plugin.ordering import Ordering, by_arrival
-from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks
+from kvpolicy_vllm.plugin.pinned_blocks import PinnedBlocks, overwrites_before_saves
 from kvpolicy_vllm.plugin.running_order import RunningOrder
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.tested_setups import warn_untested_setup
-from kvpolicy_vllm.plugin.versions import (
-    UnsupportedEngine,
-    connectors_beside,
-    overwrites_before_saves,
-    refuse_connectors,
-    refuse_offloading,
-)
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 
 if TYPE_CHECKING:
     from kvpolicy.events import Cause

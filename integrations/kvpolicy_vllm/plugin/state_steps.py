@@ -1,5 +1,5 @@
 """Whether a step may compute a prompt beyond the end of a block of Mamba2 states. Called by
-:mod:`kvpolicy_vllm.plugin.versions` where vLLM ends then, or may."""
+:mod:`kvpolicy_vllm.plugin.layer_refusals` where vLLM ends then, or may."""
 
 from __future__ import annotations
 

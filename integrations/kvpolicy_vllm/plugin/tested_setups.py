@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+from kvpolicy_vllm.plugin.connector_list import connectors_beside
 from kvpolicy_vllm.plugin.kv_layout import WHOLE_WINDOWS, attends_to_everything, other_layers
+from kvpolicy_vllm.plugin.pinned_blocks import overwrites_before_saves
 from kvpolicy_vllm.plugin.tested_versions import untested_version
-from kvpolicy_vllm.plugin.versions import connectors_beside, overwrites_before_saves
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.caching import spec as caching
-from kvpolicy_vllm.plugin.connector_list import own_settings
+from kvpolicy_vllm.plugin.connector_list import connectors_beside, own_settings
 from kvpolicy_vllm.plugin.kv_layout import kind_of, state_kind
 from kvpolicy_vllm.plugin.order_limits import ranks_itself
-from kvpolicy_vllm.plugin.versions import connectors_beside, engine_version
+from kvpolicy_vllm.plugin.versions import engine_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,0 +1,76 @@
+"""Which speculation is refused, over configurations that are made up. The other refusals of configurations are in
+`tests/vllm/test_refusals.py`, as the scheduler's start-up has them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+
+from kvpolicy_vllm.plugin import config_refusals
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine
+
+
+def speculating(**changed: Any) -> Any:
+    """A configuration with drafts by n-grams, which is served; ``changed``: what is otherwise."""
+    of = {"method": "ngram", "is_hybrid": False, "use_mla": False, "asynchronous": False, "order": "fcfs"} | changed
+    transfer = {"kv_connector": "KVPolicyConnector", "kv_connector_extra_config": {"order": of["order"]}}
+    if of.get("listed"):
+        transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer]}}
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=of["method"]),
+        model_config=SimpleNamespace(is_hybrid=of["is_hybrid"], use_mla=of["use_mla"]),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=of["asynchronous"], policy="fcfs",
+        ),
+        kv_transfer_config=SimpleNamespace(**transfer),
+    )  # fmt: skip
+
+
+def refused(feature: str) -> pytest.MarkDecorator:
+    return pytest.mark.feature(feature, refused=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"method": "medusa"}, "speculation by medusa, only by ngram, draft_model, eagle, eagle3, mtp"),
+        pytest.param({"is_hybrid": True}, "layers keep states", marks=refused("speculation on states")),
+        pytest.param(
+            {"use_mla": True, "method": "eagle"},
+            "speculation by eagle of an MLA model, only by mtp",
+            marks=refused("speculation on MLA by another method than MTP"),
+        ),
+        pytest.param(
+            {"asynchronous": True}, "--no-async-scheduling", marks=refused("speculation with asynchronous scheduling")
+        ),
+        # Both in the words of kvpolicy_vllm.plugin.order_limits.
+        pytest.param({"order": "urgent"}, "beside order urgent", marks=refused("speculation with an order")),
+        ({"order": "urgent", "listed": True}, "beside order urgent"),
+    ],
+)
+def test_speculation_is_served_only_where_it_was_tested(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    monkeypatch.setattr(config_refusals, "platform", lambda: SimpleNamespace(is_cpu=lambda: False))
+    config_refusals._refuse_speculation(speculating())
+    with pytest.raises(UnsupportedEngine, match=f"does not serve .*{words}"):
+        config_refusals._refuse_speculation(speculating(**changed))
+
+
+def test_a_cpu_turns_asynchronous_scheduling_off_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    monkeypatch.setattr(config_refusals, "platform", lambda: SimpleNamespace(is_cpu=lambda: True))
+    config_refusals._refuse_speculation(speculating(asynchronous=True))
+
+
+def test_speculation_is_refused_before_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    with pytest.raises(UnsupportedEngine, match=r"older than 0\.32; leave --speculative-config out"):
+        config_refusals._refuse_speculation(speculating())

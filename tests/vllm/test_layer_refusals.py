@@ -1,0 +1,45 @@
+"""Layers that are refused on a vLLM older than 0.32, with what to do about it. Those that no version serves are in
+`tests/vllm/test_refusals.py`, steps beyond a block of states in `tests/vllm/test_state_steps.py`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+
+from kvpolicy_vllm.plugin.layer_refusals import refuse_kv_cache
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine
+from tests.vllm.kv_caches import kv_cache
+
+CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
+
+
+@pytest.mark.parametrize(
+    ("layers", "helps"), [("two-full", False), ("window", False), ("full-window", True), ("full-states", False)]
+)
+def test_windows_stored_whole_are_advised_where_vllm_would_store_them_so(
+    monkeypatch: pytest.MonkeyPatch, layers: str, helps: bool
+) -> None:
+    """It does so with windows beside full attention only."""
+    monkeypatch.setattr(vllm, "__version__", "0.30.0")
+    with pytest.raises(UnsupportedEngine, match=r"KV cache groups \(.* older than 0\.32") as refused:
+        refuse_kv_cache(CONFIG, kv_cache(layers, 9, 16, caching=True))
+    assert ("--disable-hybrid-kv-cache-manager" in str(refused.value)) == helps
+
+
+def test_a_build_without_a_version_is_as_old_as_its_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "dev")
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="KVPolicyConnector", kv_connector_extra_config={"allow_untested_version": True}
+        )
+    )
+    older = kv_cache("full-window", 9, 16, caching=True)
+    older.kv_cache_tensors = [SimpleNamespace(size=9, shared_by=["layer"])]
+    with pytest.raises(UnsupportedEngine, match=r"older than 0\.32"):
+        refuse_kv_cache(config, older)
