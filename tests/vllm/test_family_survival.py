@@ -1,4 +1,4 @@
-"""`benchmarks/family_survival.py` goes on where it was."""
+"""`benchmarks/family_survival.py` goes on where it was, and its rows are those of docs/family-survival.json."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
+
 from kvpolicy_vllm.plugin.versions import OLDEST_WITH_TABLES, engine_version
+from kvpolicy_vllm.simulator.model_layers import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RAW = json.loads((ROOT / "docs" / "family-survival.json").read_text())
 
 pytestmark = [
     pytest.mark.scheduler,
@@ -100,3 +104,16 @@ def test_what_cannot_be_pooled_is_refused(
 def test_each_seed_draws_another_load(survival: Any) -> None:
     loads = [survival.drawn(48, 300, seed).requests for seed in range(3)]
     assert len(set(loads)) == 3 and survival.drawn(48, 300, 1).requests == loads[1]
+
+
+@pytest.mark.skipif(vllm.__version__.partition("+")[0] != RAW["vllm"], reason="the raw numbers are of another vLLM")
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "granite-4-h-small"])
+def test_rows_of_the_file_are_measured_again(model: str, survival: Any) -> None:
+    """Of its first and its last load with outputs of 300, by every setting."""
+    rows = {row.key: row for row in survival.read(ROOT / "docs" / "family-survival.json", {"vllm": RAW["vllm"]})}
+    seeds = sorted(seed for name, setting, outputs, seed in rows if (name, outputs) == (model, 300))
+    for seed in {seeds[0], seeds[-1]}:
+        for setting, layers in survival.settings_of(MODELS[model]):
+            work = survival.drawn(RAW["requests"], 300, seed)
+            row = survival.measured(MODELS[model], setting, layers, work, RAW["share"])
+            assert row == rows[row.key] and row.key == (model, setting, 300, seed)
