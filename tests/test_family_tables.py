@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from math import exp, log, sqrt
 from statistics import fmean, stdev
 from typing import Any
@@ -13,19 +14,19 @@ from typing import Any
 import pytest
 from scipy.stats import t as student
 
+from benchmarks.survival_cells import Row, parsed
 from tests.test_environment import ROOT, tool
+from tests.test_survival_cells import row
 
 TABLES = tool("family_tables")
 PAGE = TABLES.PAGE.read_text()
-IN_ONE_LINE = " ".join(PAGE.split())
-ROWS: list[dict[str, Any]] = json.loads(TABLES.SURVIVAL.read_text())
-SURVIVAL = {(row["model"], row["setting"], row["output_tokens"]): row for row in ROWS}
+_, ROWS = parsed(TABLES.SURVIVAL)
 OUTPUTS = (300, 1000, 3000)
-WITH_STATES = ("granite-4-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b")
 
 
 def test_tables_are_those_of_the_raw_numbers() -> None:
     assert PAGE.count(TABLES.COMMENT) == 2 and TABLES.drawn(PAGE, ROWS) == PAGE
+    assert TABLES.with_survival_words(PAGE, ROWS) == PAGE
 
 
 def test_every_model_of_the_benchmark_is_in_the_file_with_all_its_settings() -> None:
@@ -33,32 +34,27 @@ def test_every_model_of_the_benchmark_is_in_the_file_with_all_its_settings() -> 
     (shown,) = re.findall(r"\nSHOWN = \(\n(.*?)\n\)", script, re.DOTALL)
     assert re.findall(r'"([^"]+)"', shown) == [*TABLES.MODELS]
     for model in TABLES.MODELS:
-        settings = [{setting for name, setting, count in SURVIVAL if (name, count) == (model, one)} for one in OUTPUTS]
+        settings = [{one.setting for one in ROWS if (one.model, one.output_tokens) == (model, of)} for of in OUTPUTS]
         assert "default" in settings[0] and settings[0] == settings[1] == settings[2], model
 
 
-def test_what_the_page_says_of_victims_that_went_far_is_so() -> None:
-    past_windows = [SURVIVAL[model, "default", 3000] for model in ("gpt-oss-20b", "gemma-3-12b", "gemma-4-31b")]
-    assert all(row["far"] and not row["far_with_hits"] for row in past_windows)
-    states = [row for (model, _, outputs), row in SURVIVAL.items() if model in WITH_STATES and outputs == 3000]
-    nothing = [1.0 - row["far_with_hits"] / row["far"] for row in states]
-    assert f"{min(nothing):.0%} to {max(nothing):.0%} of such victims found nothing" in IN_ONE_LINE
-    taxes = [row["tax"] for row in states]
-    assert f"is {min(taxes):.1f} to {max(taxes):.1f} times what all requests have" in IN_ONE_LINE
-    mistral = [row for (model, *_), row in SURVIVAL.items() if model == "mistral-7b-v0.1"]
-    assert not any(row["far"] for row in mistral)
-    long = [SURVIVAL["mistral-7b-v0.1", setting, 8000]["survival"] for setting in ("default", "retention None")]
-    assert f"({long[0]:.0%}, with retention `None` {long[1]:.0%})" in IN_ONE_LINE
+def test_rows_are_of_one_load_each_and_of_whole_victims() -> None:
+    assert len({one.key for one in ROWS}) == len(ROWS)
+    for one in ROWS:
+        assert 0 <= one.far_with_hits <= one.with_hits <= one.preemptions and one.far <= one.preemptions, one
+        assert 0 <= one.found_tokens <= one.computed_tokens and one.far_found_tokens <= one.far_computed_tokens, one
+        assert one.recomputed_tokens == one.computed_tokens - one.found_tokens, one
 
 
 def test_one_table_of_all_tokens_survives_as_full_attention_does() -> None:
-    """Latent KV, and chunks that are stored whole."""
-    for outputs in OUTPUTS:
-        full = SURVIVAL["llama-3.1-8b", "default", outputs]
+    """Latent KV, and chunks that are stored whole; of Llama 4 nobody went past a chunk."""
+    figures = {one.key: (one.preemptions, one.computed_tokens, one.found_tokens, one.recomputed_tokens) for one in ROWS}
+    full = {key: of for key, of in figures.items() if key[0] == "llama-3.1-8b"}
+    assert {key[2] for key in full} == {*OUTPUTS}
+    for key, of in full.items():
         for other in (("deepseek-v3", "default"), ("llama-4-scout", "hybrid manager off")):
-            row = SURVIVAL[*other, outputs]
-            for figure in ("preemptions", "survival", "tax"):
-                assert row[figure] == full[figure], (other, outputs, figure)
+            assert figures[*other, *key[2:]] == of, (other, key)
+    assert not any(one.far for one in ROWS if one.model == "llama-4-scout")
 
 
 @pytest.mark.parametrize(
@@ -76,18 +72,57 @@ def test_a_comment_that_no_table_can_follow_is_refused(comment: str, said: str) 
 
 def test_rows_of_the_page_do_not_go_for_want_of_numbers() -> None:
     with pytest.raises(SystemExit, match="should have rows of gpt-oss-20b, which"):
-        TABLES.refuse_partial([row for row in ROWS if row["model"] != "gpt-oss-20b"])
+        TABLES.refuse_partial([one for one in ROWS if one.model != "gpt-oss-20b"])
     TABLES.refuse_partial(ROWS)
 
 
+def test_figures_of_different_loads_do_not_stand_side_by_side() -> None:
+    begun = replace(next(one for one in ROWS if one.key[:3] == ("gpt-oss-20b", "default", 300)), seed=999)
+    with pytest.raises(
+        SystemExit, match=r"seed 999 with outputs of 300 has no rows of .*; gpt-oss-20b, hybrid manager"
+    ):
+        TABLES.refuse_partial([*ROWS, begun])
+
+
 def test_a_column_of_its_own_has_those_that_found_anything() -> None:
-    row = {"model": "gpt-oss-20b", "setting": "default", "output_tokens": 50, "preemptions": 4, "survival": 0.5,
-           "far": 2, "far_survival": 0.25, "far_with_hits": 1, "tax": 0.1}  # fmt: skip
-    drawn = TABLES.drawn("<!-- survival: 50 -->\n\n| old |\n\nAnd on.\n", [row]).splitlines()
-    assert drawn[-3:] == ["| gpt-oss 20B, window of 128 | default | 50% (4) | 0.10 | 25% (2) | 1 |", "", "And on."]
-    longer = row | {"output_tokens": 60, "far": 0, "far_survival": None}
-    both = TABLES.drawn("<!-- survival: 50 60 -->\n\n", [row, longer]).splitlines()
-    assert both[-1] == "| gpt-oss 20B, window of 128 | default | 50% (4) | 0.10 | 50% (4) | 0.10 | none |"
+    drawn = TABLES.drawn("<!-- survival: 50 -->\n\n| old |\n\nAnd on.\n", [row(), row(seed=1)]).splitlines()
+    cells = "20% [6% to 44%] of 20 | 0.10 | 10% [0.3% to 45%] of 10"
+    assert drawn[-3:] == [f"| gpt-oss 20B, window of 128 | default | {cells} | 2 |", "", "And on."]
+    longer = row(output_tokens=60, far=0, far_computed_tokens=0, far_found_tokens=0, far_with_hits=0)
+    both = TABLES.drawn("<!-- survival: 50 60 -->\n\n", [row(), longer]).splitlines()
+    one = "20% [3% to 56%] of 10 | 0.10"
+    assert both[-1] == f"| gpt-oss 20B, window of 128 | default | {one} | {one} | none |"
+
+
+def every_row() -> list[Row]:
+    """What the page says something of: every model once, with outputs of 3,000 tokens, and a long one of 8,000."""
+    far = [row(model=model, output_tokens=3000) for model in (*TABLES.WINDOWS, *TABLES.WITH_STATES, TABLES.LONG)]
+    long = [row(model=TABLES.LONG, setting=setting, output_tokens=8000) for setting in ("default", "retention None")]
+    return [*far, *long]
+
+
+def test_what_the_page_says_of_victims_that_went_far_is_counted() -> None:
+    rows = every_row()
+    rows += [replace(one, seed=1, far=20, far_with_hits=0, recomputed_tokens=40_000) for one in rows[3:4]]
+    rows += [replace(one, seed=1) for one in rows[:3] + rows[4:7]]
+    said = " ".join(TABLES.survival_words(rows).split())
+    assert said.startswith("The figures are of 2 loads with outputs of 3,000 and 1 load with outputs of 8,000 tokens.")
+    assert "window 2 of 10 with gpt-oss, 2 of 10 with Gemma 3 and 2 of 10 with Gemma 4 found anything again." in said
+    assert "Of models with states 80% to 96% of the victims" in said, "of 10 two found something, and of 25 one"
+    assert "what was computed again is 0.1 to 0.3 times what all requests have" in said
+    assert "Of Mistral's victims 10 of 20 had generated more than its window with outputs of 3,000, and 10 of" in said
+    assert "10 of 20 with 8,000, where 20% [3% to 56%] of 10 survived, with retention `None` 20% [3% to 56%] of" in said
+    with pytest.raises(SystemExit, match=r"should have rows of mistral-7b-v0\.1, default, 8000"):
+        TABLES.survival_words(rows[:7])
+    with pytest.raises(SystemExit, match="`<!-- what survived -->` should stand once"):
+        TABLES.with_survival_words("No block.", rows)
+
+
+def test_loads_are_counted_by_the_outputs_that_they_have() -> None:
+    rows = [row(output_tokens=of, seed=seed) for of in (300, 1000) for seed in range(10)] + [row(output_tokens=8000)]
+    told = "The figures are of 10 loads with outputs of 300 and 1,000 and 1 load with outputs of 8,000 tokens."
+    assert TABLES.loads_words(rows) == told
+    assert TABLES.loads_words(rows[:20]) == "The figures are of 10 loads with outputs of 300 and 1,000 tokens."
 
 
 # ---- what swaps gain ----

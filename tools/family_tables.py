@@ -1,7 +1,8 @@
 """Write the figures of docs/model-families.md from their raw numbers: `python tools/family_tables.py [--live FILE]`.
 
 docs/family-survival.json is what `benchmarks/family_survival.py` writes with `--json`. A table stands behind
-`<!-- survival: TOKENS ... -->`, mean tokens of output, and is redrawn as a whole.
+`<!-- survival: TOKENS ... -->`, mean tokens of output, and is redrawn as a whole, and so is what stands between
+`<!-- what survived -->` and `<!-- what survived: end -->`. All loads of the file count together.
 
 docs/live-windows.json is what `benchmarks/live_windows.py` writes; FILE takes its place. What stands between
 `<!-- live windows -->` and `<!-- live windows: end -->` is redrawn.
@@ -12,12 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.survival_cells import DEFAULT, DENSE, WHOLE, Row, Share, far_survival, parsed, survival, tax
+from kvpolicy.errors import InputError
 from kvpolicy.stats import Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,14 +46,21 @@ MODELS = {
 """By the names of `benchmarks/family_survival.py`, in the order of the page."""
 UNLIMITED = ("llama-3.1-8b", "deepseek-v3")
 """Of which nobody goes past a window, a chunk or a block of states."""
+WINDOWS = {"gpt-oss-20b": "gpt-oss", "gemma-3-12b": "Gemma 3", "gemma-4-31b": "Gemma 4"}
+WITH_STATES = ("granite-4-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b")
+LONG = "mistral-7b-v0.1"
+"""The one with the longest window, which alone serves outputs of LONGEST."""
+FAR, LONGEST = 3000, 8000
+"""Mean tokens of output for what the page says of victims that went far."""
+SETTINGS = {DEFAULT: "default", DENSE: "retention `None`", WHOLE: "hybrid manager off"}
 LIVE = ROOT / "docs" / "live-windows.json"
-BLOCK = re.compile(r"<!-- live windows -->\n.*?<!-- live windows: end -->", re.DOTALL)
 STOCK, RECOMPUTE, SWAP = "vllm", "always-recompute", "always-swap"
 ARMS = {RECOMPUTE: "plugin, always recompute", SWAP: "plugin, always swap"}
 FIGURES = {"tok/s": "tokens/s", "CPU time": "CPU time", "e2e": "mean end to end", "TTFT": "mean time to first token"}
 WIDTH = 120
-SETTINGS = {"default": "default", "retention None": "retention `None`", "hybrid manager off": "hybrid manager off"}
-Row = Mapping[str, Any]
+Run = Mapping[str, Any]
+Cells = Mapping[tuple[Any, ...], Sequence[Row]]
+"""Rows of all loads, by model, setting and tokens of output."""
 
 
 # ---- what survives ----
@@ -70,10 +84,23 @@ def table(outputs: str, rows: Sequence[Row]) -> str:
 
 
 def refuse_partial(rows: Sequence[Row]) -> None:
-    """Raise SystemExit for a model of which there is no row: it would go from the page."""
-    if missing := MODELS.keys() - {row["model"] for row in rows}:
+    """Raise SystemExit for a model of which there is no row, as it would go from the page, and for a load that not all
+    models and settings served with outputs of that length, as figures of different loads would stand side by side."""
+    if missing := MODELS.keys() - {row.model for row in rows}:
         names = ", ".join(sorted(missing))
         raise SystemExit(f"{SURVIVAL.name}: should have rows of {names}, which family_survival.py --models makes")
+    for (outputs, seed), have in by(rows, "output_tokens", "seed").items():
+        wanted = {(row.model, row.setting) for row in rows if row.output_tokens == outputs}
+        if lacking := wanted - {(row.model, row.setting) for row in have}:
+            names = "; ".join(sorted(map(", ".join, lacking)))
+            raise SystemExit(f"{SURVIVAL.name}: seed {seed} with outputs of {outputs} has no rows of {names}")
+
+
+def by(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    found = defaultdict(list)
+    for row in rows:
+        found[tuple(getattr(row, name) for name in names)].append(row)
+    return found
 
 
 def heads(tokens: Sequence[int]) -> list[str]:
@@ -86,26 +113,102 @@ def heads(tokens: Sequence[int]) -> list[str]:
 def survival_rows(tokens: Sequence[int], rows: Sequence[Row]) -> Iterator[list[str]]:
     """A row for each model and setting that was measured with all these outputs. Of those that went far: with the
     longest ones, and how many of them found anything only where there is one column of outputs."""
-    found = {(row["model"], row["setting"], row["output_tokens"]): row for row in rows}
+    found = by(rows, "model", "setting", "output_tokens")
     for model, title in MODELS.items():
         for setting, words in SETTINGS.items():
             of = [found[key] for count in tokens if (key := (model, setting, count)) in found]
             if len(of) < len(tokens):
                 continue
-            cells = [cell for row in of for cell in (share(row["survival"], row["preemptions"]), f"{row['tax']:.2f}")]
-            hits = [str(of[-1]["far_with_hits"]) if of[-1]["far"] and model not in UNLIMITED else ""]
+            cells = [cell for some in of for cell in (share(survival(some), victims(some)), tax(some).text(".2f"))]
+            hits = [str(far_hits(of[-1])) if far_victims(of[-1]) and model not in UNLIMITED else ""]
             yield [title, words, *cells, far(of[-1], model), *(hits if len(tokens) == 1 else [])]
             title = ""
 
 
-def far(row: Row, model: str) -> str:
-    if model in UNLIMITED:
-        return ""
-    return share(row["far_survival"], row["far"]) if row["far"] else "none"
+def far(rows: Sequence[Row], model: str) -> str:
+    return "" if model in UNLIMITED else share(far_survival(rows), far_victims(rows))
 
 
-def share(value: float, count: int) -> str:
-    return f"{100 * value:.0f}% ({count})"
+def share(of: Share | None, count: int) -> str:
+    return "none" if of is None else f"{of.text()} of {count:,}"
+
+
+def victims(rows: Iterable[Row]) -> int:
+    return sum(row.preemptions for row in rows)
+
+
+def far_victims(rows: Iterable[Row]) -> int:
+    return sum(row.far for row in rows)
+
+
+def far_hits(rows: Iterable[Row]) -> int:
+    return sum(row.far_with_hits for row in rows)
+
+
+def survival_words(rows: Sequence[Row]) -> str:
+    """What the page says of the tables. Raises SystemExit where a model has no rows for it."""
+    found = by(rows, "model", "setting", "output_tokens")
+    needed = [(model, DEFAULT, FAR) for model in (*WINDOWS, *WITH_STATES, LONG)]
+    needed += [(LONG, setting, LONGEST) for setting in (DEFAULT, DENSE)]
+    if lacking := [key for key in needed if key not in found]:
+        raise SystemExit(f"{SURVIVAL.name}: should have rows of {', '.join(map(str, lacking[0]))}")
+    return filled(f"{loads_words(rows)} {far_words(found)} {long_words(found)}")
+
+
+def far_words(found: Cells) -> str:
+    windows = [
+        f"{far_hits(some):,} of {far_victims(some):,} with {name}"
+        for some, name in ((found[model, DEFAULT, FAR], name) for model, name in WINDOWS.items())
+    ]
+    states = [some for (model, _, outputs), some in found.items() if model in WITH_STATES and outputs == FAR]
+    nothing = [1 - far_hits(some) / far_victims(some) for some in states if far_victims(some)]
+    taxes = [tax(some).value for some in states]
+    return (
+        f"With vLLM's default and outputs of {FAR:,}, of the victims that had gone past their window "
+        f"{listed(windows)} found anything again. Of models with states {min(nothing):.0%} to {max(nothing):.0%} of "
+        "the victims that had generated more than a block found nothing, and what was computed again is "
+        f"{min(taxes):.1f} to {max(taxes):.1f} times what all requests have."
+    )
+
+
+def long_words(found: Cells) -> str:
+    def past(outputs: int) -> str:
+        rows = [row for (model, _, of), some in found.items() if (model, of) == (LONG, outputs) for row in some]
+        return f"{far_victims(rows):,} of {victims(rows):,}"
+
+    default, dense = (found[LONG, setting, LONGEST] for setting in (DEFAULT, DENSE))
+    return (
+        f"Of Mistral's victims {past(FAR)} had generated more than its window with outputs of {FAR:,}, and "
+        f"{past(LONGEST)} with {LONGEST:,}, where {share(survival(default), victims(default))} survived, with "
+        f"retention `None` {share(survival(dense), victims(dense))}: a request that has filled its windows takes no "
+        "more blocks."
+    )
+
+
+def loads_words(rows: Sequence[Row]) -> str:
+    """How many loads the figures are of: those of outputs of one length are all served by the same models."""
+    outputs_of = defaultdict(list)
+    for outputs in sorted({row.output_tokens for row in rows}):
+        outputs_of[len({row.seed for row in rows if row.output_tokens == outputs})].append(f"{outputs:,}")
+    parts = [f"{count} load{'s' * (count > 1)} with outputs of {listed(of)}" for count, of in outputs_of.items()]
+    return f"The figures are of {listed(parts)} tokens."
+
+
+def listed(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def with_survival_words(page: str, rows: Sequence[Row]) -> str:
+    """The page with that block anew. Raises SystemExit where it has none, or several."""
+    return with_block(page, "what survived", survival_words(rows))
+
+
+def with_block(page: str, name: str, words: str) -> str:
+    start, end = f"<!-- {name} -->", f"<!-- {name}: end -->"
+    block = re.compile(rf"{start}\n.*?{end}", re.DOTALL)
+    if len(block.findall(page)) != 1:
+        raise SystemExit(f"{PAGE.name}: `{start}` should stand once, with `{end}`")
+    return block.sub(lambda _: f"{start}\n\n{words}\n\n{end}", page)
 
 
 # ---- what swaps gain ----
@@ -127,10 +230,7 @@ def live_block(found: Mapping[str, Any]) -> str:
         )
     ]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    end = "<!-- live windows: end -->"
-    return (
-        f"<!-- live windows -->\n\n{filled(setting_words(found))}\n\n{table}\n{filled('; '.join(over) + '.')}\n\n{end}"
-    )
+    return f"{filled(setting_words(found))}\n\n{table}\n{filled('; '.join(over) + '.')}"
 
 
 def setting_words(found: Mapping[str, Any]) -> str:
@@ -150,7 +250,7 @@ def setting_words(found: Mapping[str, Any]) -> str:
     )
 
 
-def means(runs: Sequence[Row], arm: str) -> dict[str, float]:
+def means(runs: Sequence[Run], arm: str) -> dict[str, float]:
     """Arithmetic ones, over the runs of an arm."""
     some = [run | {"preempted": sum(run["preemptions"].values())} for run in runs if run["arm"] == arm]
     return {
@@ -179,9 +279,7 @@ def filled(words: str) -> str:
 
 def with_live_block(page: str, found: Mapping[str, Any]) -> str:
     """The page with that block anew. Raises SystemExit where it has none, or several."""
-    if len(BLOCK.findall(page)) != 1:
-        raise SystemExit(f"{PAGE.name}: `<!-- live windows -->` should stand once, with `<!-- live windows: end -->`")
-    return BLOCK.sub(lambda _: live_block(found), page)
+    return with_block(page, "live windows", live_block(found))
 
 
 def text_of(found: Mapping[str, Any]) -> str:
@@ -198,9 +296,12 @@ def main() -> None:
     if not (live or LIVE).is_file():
         parser.error(f"{live or LIVE} is no file: --live should name what benchmarks/live_windows.py wrote")
     found = json.loads((live or LIVE).read_text())
-    rows = json.loads(SURVIVAL.read_text())
+    try:
+        _, rows = parsed(SURVIVAL)
+    except InputError as error:
+        parser.error(str(error))
     refuse_partial(rows)
-    PAGE.write_text(with_live_block(drawn(PAGE.read_text(), rows), found))
+    PAGE.write_text(with_live_block(with_survival_words(drawn(PAGE.read_text(), rows), rows), found))
     LIVE.write_text(text_of(found))
 
 
