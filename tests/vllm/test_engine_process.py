@@ -59,7 +59,9 @@ def test_after_an_exception_nothing_of_an_engine_is_left(tmp_path: Path) -> None
 def test_an_engine_dies_with_its_parent(number: signal.Signals) -> None:
     """One is killed outright, so that nothing of it can clean up; control-C at a terminal reaches the parent alone."""
     parent = (
-        "import time; from kvpolicy_vllm.bench.engine_process import EngineProcess\n"
+        "import signal, time; from kvpolicy_vllm.bench.engine_process import EngineProcess\n"
+        # A shell's background jobs ignore SIGINT, and so would this process.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with EngineProcess('tests.vllm.idle_process') as engine:\n"
         "    engine.ask({}); print(engine.pid, flush=True)\n"
         "    time.sleep(600)"
