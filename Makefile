@@ -16,7 +16,8 @@
 # make test-version VLLM=0.31.0
 #                 the engine tests on another vLLM, in an environment of its own; of a version without a CPU build the
 #                 scheduler's tests alone. What features come to there is recorded, see docs/features.md
-# make features   the tests of the support matrix, and the page that they write: docs/features.md
+# make features   the tests of the support matrix, and the pages that they write: docs/features.md, and the table of
+#                 exactness in docs/model-families.md
 # make gpu-check gpu-swap gpu-profile gpu-overload
 #                 measurements on a GPU in pieces, each call under ten minutes and taken up again by the next;
 #                 without one the same programs at a tiny scale. GPU_FLAGS="--minutes 5 --only b16*", see docs/gpu.md
@@ -127,6 +128,7 @@ test-sources: .venv/.made
 features: .venv/.made
 	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest -m "feature and not slow" $(RECORDED) $(PYTEST_FLAGS)
 	.venv/bin/python tools/feature_table.py
+	.venv/bin/python tools/family_tables.py
 
 gpu-check gpu-swap gpu-profile gpu-overload: gpu-%:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/integrations$${PYTHONPATH:+:$$PYTHONPATH}" \

@@ -6,7 +6,13 @@ came out is written to ``docs/features.json``, or to the file that ``KVPOLICY_FE
 feature, vLLM version and test, with the names of the test's cases by outcome. Rows of other tests and versions stay,
 and so do cases that were not run this time: a test of many engines can be recorded in pieces. A row with a number in
 the place of names was written before they were recorded, and goes once its test is run again.
-`tools/feature_table.py` makes the page of it.
+`tools/feature_table.py` makes the page of it. With ``--collect-only`` nothing runs, and those cases are listed that
+were collected and have no record.
+
+A test that compares what is said after a preemption with what is said undisturbed tells by how much it differs, with
+``record_property(FIGURES, ...)``. Where it passed, that is written to ``docs/exactness.json``, or to the file that
+``KVPOLICY_EXACTNESS`` names, one row for each vLLM version, family, case and prompt. `tools/family_tables.py` writes
+the table of docs/model-families.md from it.
 """
 
 from __future__ import annotations
@@ -24,7 +30,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "docs" / "features.json"
+RECORD, EXACTNESS = ROOT / "docs" / "features.json", ROOT / "docs" / "exactness.json"
+FIGURES = "exactness"
+"""Name of the property."""
+NEWEST_ENGINE = "0.32"
+"""The version of which every case has to be recorded: of the newest CPU build, which `make environment` installs."""
 VERSION = re.compile(r"(\d+\.\d+)\.\d+")
 WITHOUT_VLLM = "any"
 """Version of a test that needs no vLLM."""
@@ -37,6 +47,8 @@ Marks = dict[str, list[tuple[pytest.Mark, str]]]
 """Marks of features by test, with :func:`how_of` each."""
 MARKS = pytest.StashKey[Marks]()
 """Of all tests that were collected, also where no outcome is recorded; `tests/conftest.py` fills it in."""
+ITEMS = pytest.StashKey[list[pytest.Item]]()
+"""The cases of these tests, also those that do not run this time."""
 
 
 def installed_version() -> str:
@@ -85,6 +97,7 @@ def note_marks(item: pytest.Item) -> None:
     says_later = isinstance(item, pytest.Function) and "applymarker" in inspect.getsource(item.function)
     if not is_partial(item.config) and not says_later:
         marks.setdefault(test_of(item), []).extend((mark, how_of(item, mark)) for mark in item.iter_markers("feature"))
+        item.config.stash.setdefault(ITEMS, []).append(item)
 
 
 def is_partial(config: pytest.Config) -> bool:
@@ -109,12 +122,35 @@ def unbacked(rows: list[dict[str, Any]], marks: Marks) -> list[dict[str, Any]]:
     return [row for row in rows if row["test"] in marks and not is_backed(row)]
 
 
-class Recorder:
-    """Collects outcomes and writes them when the tests have ended."""
+def collected(config: pytest.Config) -> dict[Key, set[str]]:
+    """Cases that back a feature, of all :data:`ITEMS`. Known once collection has ended: what needs vLLM is marked
+    then."""
+    found: dict[Key, set[str]] = {}
+    for item in config.stash.get(ITEMS, []):
+        version = version_of(item)
+        for mark in item.iter_markers("feature"):
+            if holds(mark, version):
+                found.setdefault((mark.args[0], version, test_of(item)), set()).add(case_of(item))
+    return found
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+
+def unrecorded(rows: list[dict[str, Any]], cases: Mapping[Key, set[str]]) -> list[str]:
+    """Those of ``cases`` whose outcome no row names, with the version and the feature of each."""
+    known = {(row["feature"], row["version"], row["test"]): cases_of(row) for row in rows}
+    return [
+        f"{test}[{case}] on {version}: {feature}" if case else f"{test} on {version}: {feature}"
+        for (feature, version, test), names in sorted(cases.items())
+        for case in sorted(names - known.get((feature, version, test), {}).keys())
+    ]
+
+
+class Recorder:
+    """Collects outcomes and figures and writes them when the tests have ended."""
+
+    def __init__(self, file: Path, exactness: Path) -> None:
+        self._file, self._exactness = file, exactness
         self._rows: dict[Key, tuple[str, Cases]] = {}
+        self._figures: list[dict[str, Any]] = []
         self._named: dict[str, dict[str, set[str]]] = {}
         """Cases of each feature that a test names, by test; those that do not run, too."""
 
@@ -133,6 +169,9 @@ class Recorder:
             return
         outcome = report.outcome if report.when == "call" or report.outcome == "skipped" else "failed"
         test, version = test_of(item), version_of(item)
+        if report.when == "call" and report.passed:
+            told = [figures for name, figures in report.user_properties if name == FIGURES]
+            self._figures += [figures | {"version": version} for figures in told]
         for mark in (mark for mark in item.iter_markers("feature") if holds(mark, version)):
             key = (mark.args[0], version, test)
             _, cases = self._rows.setdefault(key, (how_of(item, mark), {}))
@@ -141,6 +180,14 @@ class Recorder:
     def pytest_sessionfinish(self) -> None:
         if self._rows:
             write(self._file, merged(read(self._file), self._rows, self._named))
+        if self._figures:
+            write(self._exactness, with_figures(read(self._exactness), self._figures))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        if config.option.collectonly:
+            terminalreporter.section("without a record")
+            for line in unrecorded(read(self._file), collected(config)):
+                terminalreporter.write_line(line)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -182,6 +229,15 @@ def merged(
     return [by_key[key] for key in sorted(by_key)]
 
 
+def with_figures(rows: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``rows`` with ``new`` in the place of those of the same case and prompt, and of all that another kind of CPU gave
+    for the same family and version: figures of both would stand side by side."""
+    kinds = {(figures["version"], figures["family"]): figures["amx"] for figures in new}
+    kept = [row for row in rows if row["amx"] == kinds.get((row["version"], row["family"]), row["amx"])]
+    by_case = {tuple(row[name] for name in ("version", "family", "case", "seed")): row for row in [*kept, *new]}
+    return [by_case[key] for key in sorted(by_case)]
+
+
 def cases_of(row: Mapping[str, Any]) -> Cases:
     """Those that a row names; none of one that has numbers alone."""
     return {case: one for one in OUTCOMES if isinstance(row.get(one), list) for case in row[one]}
@@ -194,4 +250,5 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Recorder(Path(os.environ.get("KVPOLICY_FEATURES", RECORD))))
+    files = (("KVPOLICY_FEATURES", RECORD), ("KVPOLICY_EXACTNESS", EXACTNESS))
+    config.pluginmanager.register(Recorder(*(Path(os.environ.get(name, file)) for name, file in files)))

@@ -193,3 +193,73 @@ def test_a_page_without_its_block_is_refused() -> None:
     command = [sys.executable, ROOT / "tools" / "family_tables.py", "--live", "nowhere.json"]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "error: nowhere.json is no file: --live should name" in refused.stderr
+
+
+# ---- what is said after a swap and after a recompute ----
+
+
+def compared(**changes: Any) -> list[dict[str, Any]]:
+    """Rows of every family with all cases identical, but for ``changes`` of Llama 4's recompute."""
+    at = {"at a block's end": [256], "inside a block": [229], "twice": [229, 291], "in its prefill": [64]}
+    row = {
+        "version": "0.32", "dtype": "float32", "kind": "swap", "seed": 5, "amx": False, "prompt_tokens": 150,
+        "output_tokens": 150, "identical": True, "first_different": None, "difference": 0.0,
+    }  # fmt: skip
+    recompute = row | {"case": "recomputed", "kind": "recompute", "at": [229]}
+    rows = [
+        one | {"family": family}
+        for family in TABLES.COMPARED
+        for one in [*(row | {"case": case, "at": lengths} for case, lengths in at.items()), recompute]
+    ]
+    more = [recompute | {"family": TABLES.ROUNDED, "seed": seed, "at": lengths, "case": f"recomputed at {lengths}"}
+            for seed in (5, 6) for lengths in ([155], [229], [229, 291])]  # fmt: skip
+    changed = ("llama-4", "recomputed")
+    return [one | changes if (one["family"], one["case"]) == changed else one for one in [*rows, *more]]
+
+
+def test_the_table_of_exactness_is_that_of_the_record() -> None:
+    assert TABLES.with_exact_block(PAGE, json.loads(TABLES.EXACTNESS.read_text())) == PAGE, (
+        "run `python tools/family_tables.py`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "identical"),
+        ({"identical": False, "difference": 2.11e-6}, "same text, log-probabilities differ by up to 2.2e-6"),
+        (
+            {"identical": False, "first_different": 104, "difference": 0.15},
+            "another text from token 104 on, log-probabilities differ by up to 0.15 before",
+        ),
+        ({"identical": False, "first_different": 80}, "another text from the first token after it (token 80)"),
+    ],
+)
+def test_a_cell_says_by_how_much_a_recompute_differs(changes: dict[str, Any], said: str) -> None:
+    assert f"| Llama 4, chunks of 64 | float32 | identical | {said} |" in TABLES.exact_block(compared(**changes))
+
+
+def test_the_block_says_of_what_its_figures_are() -> None:
+    said = " ".join(TABLES.exact_block(compared()).split())
+    assert "vLLM 0.32's CPU build and a CPU without AMX, with a prompt of 150 tokens and an output of 150" in said
+    assert "a block's end (256 computed tokens), inside a block (229), twice (229 and 291), and in its prefill" in said
+    assert "the output after 6 of 6 recomputes of Llama was identical: of requests with 2 prompts" in said
+    assert "after one preemption at 155 and 229 computed tokens, and after two preemptions, at 229 and 291 (" in said
+    whole = [row for row in compared() if (row["family"], row["case"]) != ("glm-4.7", "in its prefill")]
+    assert "| float32 | identical; not preempted in its prefill | identical |" in TABLES.exact_block(whole)
+    different = {"identical": False, "first_different": 90, "difference": 0.1}
+    other = [row | different if row["case"] == "twice" else row for row in compared()]
+    assert "| twice: another text from token 90 on, log-prob" in TABLES.exact_block(other)
+
+
+def test_what_the_table_of_exactness_lacks_is_named() -> None:
+    rows = compared()
+    with pytest.raises(SystemExit, match=r"should have rows of vLLM 0\.32 of gemma-3, recomputed"):
+        TABLES.exact_block([row for row in rows if (row["family"], row["case"]) != ("gemma-3", "recomputed")])
+    with pytest.raises(SystemExit, match="COMPARED should have a title of another"):
+        TABLES.exact_block([*rows, rows[0] | {"family": "another"}])
+    with pytest.raises(SystemExit, match="should have rows of test_recomputes_of_full_attention_in_bfloat16"):
+        TABLES.exact_block([row for row in rows if "recomputed at" not in row["case"]])
+    for changes in ({"amx": True}, {"at": [228]}, {"prompt_tokens": 151}):
+        with pytest.raises(SystemExit, match="should be of one kind of CPU, one request and one length a case"):
+            TABLES.exact_block(compared(**changes))

@@ -14,7 +14,19 @@ from typing import Any
 
 import pytest
 
-from tests.feature_record import RECORD, WITHOUT_VLLM, Marks, merged, unbacked
+from tests.feature_record import (
+    FIGURES,
+    NEWEST_ENGINE,
+    OUTCOMES,
+    RECORD,
+    WITHOUT_VLLM,
+    Key,
+    Marks,
+    merged,
+    unbacked,
+    unrecorded,
+    with_figures,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,6 +74,27 @@ def plain_features(function: ast.FunctionDef) -> set[str]:
 
 def test_the_record_is_of_versions_that_are_claimed() -> None:
     assert {row["version"] for row in ROWS} <= {*TABLE.VERSIONS, WITHOUT_VLLM}
+
+
+NUMBERED = {f"0.{minor}" for minor in range(24, 34)}
+"""Versions of which a row has a number in the place of names. None is to be added: what is recorded has names."""
+
+
+def test_rows_name_their_cases() -> None:
+    numbered = {row["version"] for row in ROWS if any(isinstance(row.get(one), int) for one in OUTCOMES)}
+    assert numbered == NUMBERED, "take what is named now out of NUMBERED"
+
+
+def test_the_page_names_what_was_skipped_where_others_passed() -> None:
+    row = {"feature": "f", "version": "0.32", "test": "tests/vllm/test_a.py::t", "how": "engine"}
+    rows = [
+        row | {"passed": ["a"], "skipped": ["b", "c"]}, row | {"test": "tests/vllm/test_a.py::u", "skipped": [""]},
+        row | {"test": "tests/vllm/test_a.py::v", "skipped": 3}, row | {"version": "0.31", "skipped": ["a"]},
+        row | {"feature": "g", "passed": ["a"]},
+    ]  # fmt: skip
+    cells = ["`vllm/test_a.py::t`: b; c", "`vllm/test_a.py::u`", "`vllm/test_a.py::v`: 3"]
+    assert TABLE.skipped(rows) == [f"| f | 0.32 | {cell} |" for cell in cells]
+    assert "| skipped where the table says more | vLLM | cases |" in TABLE.table(rows)
 
 
 def test_no_feature_fails() -> None:
@@ -141,6 +174,70 @@ def test_outcomes_are_recorded_by_version_and_others_stay(wrong: str, tmp_path: 
     assert rows["shown", WITHOUT_VLLM]["skipped"] == [""]
     at_first = [version for feature, version in rows if feature == "turned down at first"]
     assert at_first == ["0.30"], "from 0.31 on it is served"
+
+
+CASES_OF_ONE = """
+import pytest
+
+@pytest.mark.feature("shown")
+@pytest.mark.parametrize("case", ["run", "left out"])
+def test_it(case, record_property):
+    record_property("exactness", {"family": "f", "case": case, "seed": 5, "amx": False})
+    assert case != "fails"
+
+@pytest.mark.feature("shown")
+def test_of_one_case():
+    pass
+"""
+
+
+def recorded(folder: Path, *arguments: str) -> str:
+    """What pytest says, with the project's own record of what is collected."""
+    (folder / "conftest.py").write_text("from tests.feature_record import note_marks as pytest_itemcollected\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  feature: made\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.feature_record", "-p", "no:cacheprovider", str(folder)]
+    files = {"KVPOLICY_FEATURES": str(folder / "features.json"), "KVPOLICY_EXACTNESS": str(folder / "exactness.json")}
+    environment = os.environ | files | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *arguments], env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
+    return done.stdout
+
+
+def test_cases_without_a_record_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "test_made.py").write_text(CASES_OF_ONE)
+    recorded(tmp_path, "-q", "-k", "run")
+    (row,) = json.loads((tmp_path / "features.json").read_text())
+    assert row["passed"] == ["run"]
+    listed = recorded(tmp_path, "--collect-only", "-qq").partition("without a record")[2].splitlines()[1:]
+    lacking = ("test_it[left out]", "test_of_one_case")
+    assert listed[:2] == [f"test_made.py::{test} on {WITHOUT_VLLM}: shown" for test in lacking]
+    assert not (tmp_path / "features.json").read_text().count("left out"), "nothing has run"
+
+
+def test_figures_of_a_test_that_passed_are_recorded(tmp_path: Path) -> None:
+    (tmp_path / "test_made.py").write_text(CASES_OF_ONE.replace('"left out"', '"fails"'))
+    recorded(tmp_path, "-q")
+    figures = {"family": "f", "case": "run", "seed": 5, "amx": False, "version": WITHOUT_VLLM}
+    assert FIGURES == "exactness" and json.loads((tmp_path / "exactness.json").read_text()) == [figures]
+
+
+def test_figures_of_one_kind_of_cpu_stand_side_by_side() -> None:
+    """Newer ones in the place of those of the same case and prompt; nothing is done to other families and versions."""
+    row = {"version": "0.32", "family": "f", "case": "a", "seed": 5, "amx": True, "difference": 0.1}
+    stay = [row | {"version": "0.31"}, row | {"family": "g"}]
+    assert with_figures([*stay, row], [row | {"difference": 0.2}]) == [stay[0], row | {"difference": 0.2}, stay[1]]
+    assert with_figures([*stay, row], [row | {"seed": 6}]) == [stay[0], row, row | {"seed": 6}, stay[1]]
+    other = row | {"case": "b", "amx": False}
+    assert with_figures([*stay, row], [other]) == [stay[0], other, stay[1]]
+
+
+def test_a_case_is_recorded_once_a_row_names_it() -> None:
+    """Whatever it came to. Of a row with a number none is."""
+    cases: dict[Key, set[str]] = {("f", NEWEST_ENGINE, "t"): {"a", "b", ""}, ("g", NEWEST_ENGINE, "t"): {"a"}}
+    rows = [ROW | {"version": NEWEST_ENGINE, "passed": ["a"], "skipped": ["b"]}]
+    assert unrecorded(rows, cases) == [f"t on {NEWEST_ENGINE}: f", f"t[a] on {NEWEST_ENGINE}: g"]
+    assert len(unrecorded([ROW | {"version": NEWEST_ENGINE, "passed": 3}], cases)) == 4
 
 
 def test_a_row_is_backed_by_a_mark_of_its_test() -> None:

@@ -6,6 +6,9 @@ docs/family-survival.json is what `benchmarks/family_survival.py` writes with `-
 
 docs/live-windows.json is what `benchmarks/live_windows.py` writes; FILE takes its place. What stands between
 `<!-- live windows -->` and `<!-- live windows: end -->` is redrawn.
+
+docs/exactness.json is what `python -m pytest -p tests.feature_record tests/vllm/test_families.py` writes. What stands
+between `<!-- exactness -->` and `<!-- exactness: end -->` is redrawn from its rows of one version of vLLM.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import ROUND_UP, Context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -57,6 +61,32 @@ LIVE = ROOT / "docs" / "live-windows.json"
 STOCK, RECOMPUTE, SWAP = "vllm", "always-recompute", "always-swap"
 ARMS = {RECOMPUTE: "plugin, always recompute", SWAP: "plugin, always swap"}
 FIGURES = {"tok/s": "tokens/s", "CPU time": "CPU time", "e2e": "mean end to end", "TTFT": "mean time to first token"}
+EXACTNESS, EXACT_ON = ROOT / "docs" / "exactness.json", "0.32"
+"""And the version of vLLM whose rows the page has."""
+COMPARED = {
+    "llama": "Llama, full attention alone",
+    "llama, bfloat16": "the same",
+    "gpt-oss": "gpt-oss",
+    "gpt-oss, windows stored whole": "gpt-oss, windows stored whole",
+    "gemma-3": "Gemma 3",
+    "gemma-4": "Gemma 4, blocks of two sizes",
+    "mistral": "Mistral, with a window",
+    "llama-4": "Llama 4, chunks of 64",
+    "llama-4, chunks stored whole": "Llama 4, chunks stored whole",
+    "granite-4": "Granite 4",
+    "nemotron-h": "Nemotron-H",
+    "qwen3-next": "Qwen3-Next",
+    "qwen3.5": "Qwen 3.5",
+    "deepseek-v2": "DeepSeek V2",
+    "deepseek-v3": "DeepSeek V3, experts in groups",
+    "glm-4.7": "GLM-4.7-Flash (`Glm4MoeLite`)",
+}
+"""By the names of `tests/vllm/families.py`, in the order of the page."""
+PLACES = ("at a block's end", "inside a block", "twice")
+IN_PREFILL, RECOMPUTED = "in its prefill", "recomputed"
+"""Names of cases of `tests/vllm/test_families.py`. Where prompts are computed whole there is none in a prefill."""
+ROUNDED = "llama, bfloat16"
+"""Of which more recomputes are compared than one."""
 WIDTH = 120
 Run = Mapping[str, Any]
 Cells = Mapping[tuple[Any, ...], Sequence[Row]]
@@ -203,14 +233,6 @@ def with_survival_words(page: str, rows: Sequence[Row]) -> str:
     return with_block(page, "what survived", survival_words(rows))
 
 
-def with_block(page: str, name: str, words: str) -> str:
-    start, end = f"<!-- {name} -->", f"<!-- {name}: end -->"
-    block = re.compile(rf"{start}\n.*?{end}", re.DOTALL)
-    if len(block.findall(page)) != 1:
-        raise SystemExit(f"{PAGE.name}: `{start}` should stand once, with `{end}`")
-    return block.sub(lambda _: f"{start}\n\n{words}\n\n{end}", page)
-
-
 # ---- what swaps gain ----
 
 
@@ -273,13 +295,110 @@ def text(found: Mapping[str, Any], arm: str, over: str, figure: str) -> str:
     return Ratio(**found["ratios"][f"{arm} over {over}"][figure], pairs=starts).text()
 
 
-def filled(words: str) -> str:
-    return textwrap.fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
 def with_live_block(page: str, found: Mapping[str, Any]) -> str:
     """The page with that block anew. Raises SystemExit where it has none, or several."""
     return with_block(page, "live windows", live_block(found))
+
+
+# ---- what is said after a swap and after a recompute ----
+
+
+def exact_block(rows: Sequence[Run]) -> str:
+    """What the page says of docs/exactness.json. Raises SystemExit where a family or one of its cases is missing, where
+    there is a family without a title, and for figures of different kinds of CPUs, lengths or prompts."""
+    cases = {(row["family"], row["case"]): row for row in rows if row["version"] == EXACT_ON}
+    wanted = {(family, case) for family in COMPARED for case in (*PLACES, RECOMPUTED)}
+    if lacking := sorted(wanted - cases.keys()):
+        raise SystemExit(f"{EXACTNESS.name}: should have rows of vLLM {EXACT_ON} of {', '.join(lacking[0])}")
+    if unknown := sorted({family for family, _ in cases} - COMPARED.keys()):
+        raise SystemExit(f"{Path(__file__).name}: COMPARED should have a title of {unknown[0]}")
+    lines = [["family", "type", "after a swap", "after a recompute"], ["--"] * 4]
+    lines += [
+        [title, cases[family, RECOMPUTED]["dtype"], swapped(cases, family), outcome(cases[family, RECOMPUTED])]
+        for family, title in COMPARED.items()
+    ]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    of_one_type = [row for row in rows if (row["version"], row["family"]) == (EXACT_ON, ROUNDED)]
+    return f"{filled(cases_words(cases))}\n\n{table}\n{filled(rounded_words(of_one_type))}"
+
+
+def cases_words(cases: Mapping[tuple[str, str], Run]) -> str:
+    """Where the requests were preempted: all of them at the same lengths."""
+    once = {(*row["at"], case) for (_, case), row in cases.items() if case in (*PLACES, IN_PREFILL, RECOMPUTED)}
+    requests = {(row["prompt_tokens"], row["output_tokens"], row["amx"]) for row in cases.values()}
+    at = {case: lengths for *lengths, case in once}
+    if len(requests) > 1 or len(at) < len(once):
+        raise SystemExit(f"{EXACTNESS.name}: rows should be of one kind of CPU, one request and one length a case")
+    ((prompt, output, amx),) = requests
+    end, inside, twice = (" and ".join(map(str, at[case])) for case in PLACES)
+    prefill = f", and in its prefill ({at[IN_PREFILL][0]} of {prompt} tokens)" if IN_PREFILL in at else ""
+    (recomputed,) = at[RECOMPUTED]
+    return (
+        f"On vLLM {EXACT_ON}'s CPU build and a CPU {'with' if amx else 'without'} AMX, with a prompt of {prompt} "
+        f"tokens and an output of {output}. Preempted at a block's end ({end} computed tokens), inside a block "
+        f"({inside}), twice ({twice}){prefill}. The recompute is of {recomputed} tokens. The output's tokens are "
+        "counted from 0; a difference is the largest up to the first token that differs."
+    )
+
+
+def swapped(cases: Mapping[tuple[str, str], Run], family: str) -> str:
+    """After a swap, in all places."""
+    rows = {case: cases[family, case] for case in (*PLACES, IN_PREFILL) if (family, case) in cases}
+    parts = [f"{case}: {outcome(row)}" for case, row in rows.items() if not row["identical"]] or ["identical"]
+    return "; ".join([*parts, *(["not preempted in its prefill"] if IN_PREFILL not in rows else [])])
+
+
+def outcome(row: Run) -> str:
+    """By how much an output differs from the undisturbed one."""
+    first, before = row["first_different"], f"log-probabilities differ by up to {bound(row['difference'])}"
+    if row["identical"]:
+        return "identical"
+    if first is None:
+        return f"same text, {before}"
+    if first == row["at"][0] - row["prompt_tokens"] + 1:
+        return f"another text from the first token after it (token {first})"
+    return f"another text from token {first} on, {before} before"
+
+
+def bound(difference: float) -> str:
+    """Rounded up to two digits."""
+    return f"{float(Context(prec=2, rounding=ROUND_UP).create_decimal(repr(difference))):g}".replace("e-0", "e-")
+
+
+def rounded_words(rows: Sequence[Run]) -> str:
+    """How many of all recomputes of full attention in that type said the same."""
+    some = {(row["seed"], *row["at"]): row for row in rows if row["kind"] == "recompute"}
+    lengths = sorted({at[0] for _, *at in some if len(at) == 1})
+    twice = sorted({" and ".join(map(str, at)) for _, *at in some if len(at) > 1})
+    if len(lengths) == 1:
+        raise SystemExit(f"{EXACTNESS.name}: should have rows of test_recomputes_of_full_attention_in_bfloat16")
+    also = f", and after two preemptions, at {', '.join(twice)}" if twice else ""
+    said = f"{sum(row['identical'] for row in some.values())} of {len(some)} recomputes"
+    return (
+        f"With full attention alone, in bfloat16, the output after {said} of Llama was identical: of requests with "
+        f"{len({seed for seed, *_ in some})} prompts, after one preemption at {listed([*map(str, lengths)])} computed "
+        f"tokens{also} (`test_recomputes_of_full_attention_in_bfloat16`, in the long suite)."
+    )
+
+
+def with_exact_block(page: str, rows: Sequence[Run]) -> str:
+    """The page with that block anew. Raises SystemExit where it has none, or several."""
+    return with_block(page, "exactness", exact_block(rows))
+
+
+# ---- the page ----
+
+
+def with_block(page: str, name: str, words: str) -> str:
+    start, end = f"<!-- {name} -->", f"<!-- {name}: end -->"
+    block = re.compile(rf"{start}\n.*?{end}", re.DOTALL)
+    if len(block.findall(page)) != 1:
+        raise SystemExit(f"{PAGE.name}: `{start}` should stand once, with `{end}`")
+    return block.sub(lambda _: f"{start}\n\n{words}\n\n{end}", page)
+
+
+def filled(words: str) -> str:
+    return textwrap.fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def text_of(found: Mapping[str, Any]) -> str:
@@ -301,7 +420,8 @@ def main() -> None:
     except InputError as error:
         parser.error(str(error))
     refuse_partial(rows)
-    PAGE.write_text(with_live_block(with_survival_words(drawn(PAGE.read_text(), rows), rows), found))
+    page = with_survival_words(drawn(PAGE.read_text(), rows), rows)
+    PAGE.write_text(with_exact_block(with_live_block(page, found), json.loads(EXACTNESS.read_text())))
     LIVE.write_text(text_of(found))
 
 

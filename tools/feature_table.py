@@ -108,7 +108,8 @@ def with_table(page: str, rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of the table, a feature a line, then of what was never recorded, and of what is not tested."""
+    """Lines of the table, a feature a line, then of what was never recorded, of what was skipped, and of what is not
+    tested."""
     lines = ["| feature | " + " | ".join(VERSIONS) + " | tests |", "| -- |" + " -- |" * (len(VERSIONS) + 1)]
     for feature in sorted({row["feature"] for row in rows}, key=str.lower):
         own = [row for row in rows if row["feature"] == feature]
@@ -121,6 +122,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         lines += ["", "| marked in tests, and not recorded on any version yet | named in |", "| -- | -- |"]
     for feature in sorted(unrecorded, key=str.lower):
         lines.append(f"| {feature} | {', '.join(f'`{name}`' for name in sorted(unrecorded[feature]))} |")
+    if any(skipped(rows)):
+        lines += ["", "| skipped where the table says more | vLLM | cases |", "| -- | -- | -- |", *skipped(rows)]
     lines += ["", "| not tested | why |", "| -- | -- |"]
     return lines + [f"| {name} | {why} |" for name, why in NOT_TESTED.items()]
 
@@ -132,6 +135,23 @@ def cell(rows: Iterable[dict[str, Any]]) -> str:
         return "**fails**"
     shown = {row["how"] for row in ran}
     return next((word for how, word in WORDS.items() if how in shown), "")
+
+
+def skipped(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each test and version of which cases have not run, where others of the feature have."""
+    shown = {(row["feature"], row["version"]) for row in rows if row.get("passed") or row.get("failed")}
+    return [
+        f"| {row['feature']} | {row['version']} | `{row['test'].removeprefix('tests/')}`{named(row['skipped'])} |"
+        for row in rows
+        if row.get("skipped") and (row["feature"], row["version"]) in shown
+    ]
+
+
+def named(cases: list[str] | int) -> str:
+    """Of a test without parameters, nothing; of a row with a number in the place of names, that."""
+    if isinstance(cases, int):
+        return f": {cases}"
+    return f": {'; '.join(cases)}" if any(cases) else ""
 
 
 if __name__ == "__main__":

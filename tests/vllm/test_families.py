@@ -4,15 +4,17 @@ the device's memory held in between. Real engines."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.feature_record import FIGURES
 from tests.vllm import families, harness
 
-PROMPT, OUTPUT = 150, 150
+PROMPT, OUTPUT, SEED = 150, 150, 5
 BOUNDARY, INSIDE, LATER, IN_PREFILL = 256, 229, 291, 64
 """Computed tokens at a preemption: at the end of a block, whatever its size, or within one."""
 CASES: dict[str, dict[str, Any]] = {
@@ -31,7 +33,7 @@ ENGINE = {"max_model_len": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 12
 """Where vLLM computes prompts whole it raises the token budget by itself."""
 
 
-def asked(seed: int = 5) -> dict[str, Any]:
+def asked(seed: int = SEED) -> dict[str, Any]:
     rng = random.Random(seed)
     return {"prompt": [rng.randrange(10, 2000) for _ in range(PROMPT)], "max_tokens": OUTPUT}
 
@@ -67,8 +69,12 @@ def test_its_text_is_no_repetition(result: dict[str, Any]) -> None:
     assert len(set(result["cases"]["undisturbed"]["tokens"])) > 30
 
 
+Record = Callable[[str, object], None]
+"""pytest's `record_property`; what is told by it gets into the table of docs/model-families.md."""
+
+
 @pytest.mark.parametrize("case", SWAPPED)
-def test_a_swap_changes_no_bit(case: str, result: dict[str, Any]) -> None:
+def test_a_swap_changes_no_bit(case: str, result: dict[str, Any], record_property: Record) -> None:
     found, reference = result["cases"][case], result["cases"]["undisturbed"]
     wanted = CASES[case]["tokens"]
     if case == "in its prefill" and not result["chunks"]:
@@ -78,6 +84,7 @@ def test_a_swap_changes_no_bit(case: str, result: dict[str, Any]) -> None:
     assert harness.total(found["stats"], "fallbacks") == 0
     assert found["tokens"] == reference["tokens"]
     assert found["logprobs"] == reference["logprobs"]
+    record_property(FIGURES, figures(result["family"], case, "swap", found, reference))
 
 
 def test_a_failed_load_is_a_recompute(result: dict[str, Any]) -> None:
@@ -87,13 +94,12 @@ def test_a_failed_load_is_a_recompute(result: dict[str, Any]) -> None:
     assert (found["tokens"], found["logprobs"]) == (recomputed["tokens"], recomputed["logprobs"])
 
 
-def test_a_recompute_in_float32_says_the_same(result: dict[str, Any]) -> None:
-    """Up to the last bits, as its tokens are computed in other groups than before. In bfloat16 it need not. What is
-    printed (`pytest -s`) is the row of docs/model-families.md."""
+def test_a_recompute_in_float32_says_the_same(result: dict[str, Any], record_property: Record) -> None:
+    """Up to the last bits, as its tokens are computed in other groups than before. In bfloat16 it need not."""
     found, reference = (result["cases"][case] for case in ("recomputed", "undisturbed"))
-    same, difference = compared(found, reference)
-    print(f"{result['family']}: {same} tokens of {OUTPUT} are the same, log-probabilities up to there to {difference}")
     assert found["out_at"] == [INSIDE] and harness.total(found["stats"], "loaded_tokens") == 0
+    record_property(FIGURES, figures(result["family"], "recomputed", "recompute", found, reference))
+    same, difference = compared(found, reference)
     if COMPARED[result["family"]].dtype == "float32":
         assert same == OUTPUT and difference <= LAST_BITS
 
@@ -104,12 +110,14 @@ LENGTHS = ((155,), (176,), (192,), (229,), (256,), (290,), (INSIDE, LATER))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [5, 6])
-def test_recomputes_of_full_attention_in_bfloat16(seed: int, tmp_path: Path) -> None:
-    """Without AMX they lose no bit, so that what others lose is to be seen beside it; with AMX they lose some. What is
-    printed (`pytest -s`) is told in docs/model-families.md."""
+def test_recomputes_of_full_attention_in_bfloat16(seed: int, tmp_path: Path, record_property: Record) -> None:
+    """Without AMX they lose no bit, so that what others lose is to be seen beside it; with AMX they lose some."""
     name = "llama, bfloat16"
     families.skip_unless_served(families.PLAIN[name])
-    cases = {str(lengths): {"tokens": [*lengths], "kind": "recompute"} for lengths in LENGTHS}
+    cases = {
+        f"recomputed at {' and '.join(map(str, lengths))}": {"tokens": [*lengths], "kind": "recompute"}
+        for lengths in LENGTHS
+    }
     job = {
         "scenario": "interrupted", "model": str(families.make(name, tmp_path / "model")), "request": asked(seed),
         "cases": cases | {"undisturbed": CASES["undisturbed"]}, "plugin": harness.plugin("always-swap"),
@@ -117,15 +125,25 @@ def test_recomputes_of_full_attention_in_bfloat16(seed: int, tmp_path: Path) -> 
     }  # fmt: skip
     found = harness.run(job, tmp_path)["cases"]
     for case, wanted in cases.items():
-        same, difference = compared(found[case], found["undisturbed"])
-        print(
-            f"prompt {seed}, recomputed at {case}: {same} tokens of {OUTPUT} are the same, "
-            f"their log-probabilities to {difference}"
-        )
         assert found[case]["out_at"] == wanted["tokens"]
         assert harness.total(found[case]["stats"], "loaded_tokens") == 0
-        if not torch.cpu._is_amx_tile_supported():
-            assert (same, difference) == (OUTPUT, 0.0), case
+        told = figures(name, case, "recompute", found[case], found["undisturbed"], seed)
+        record_property(FIGURES, told)
+        assert told["amx"] or told["identical"], case
+
+
+def figures(
+    family: str, case: str, kind: str, found: dict[str, Any], reference: dict[str, Any], seed: int = SEED
+) -> dict[str, Any]:
+    """What docs/exactness.json has of a case: by how much it differs from the undisturbed run. An output's tokens are
+    counted from 0."""
+    same, difference = compared(found, reference)
+    return {
+        "family": family, "dtype": COMPARED[family].dtype, "case": case, "kind": kind, "seed": seed,
+        "amx": torch.cpu._is_amx_tile_supported(), "prompt_tokens": PROMPT, "output_tokens": OUTPUT,
+        "at": found["out_at"], "first_different": None if same == OUTPUT else same, "difference": difference,
+        "identical": (found["tokens"], found["logprobs"]) == (reference["tokens"], reference["logprobs"]),
+    }  # fmt: skip
 
 
 def compared(found: dict[str, Any], reference: dict[str, Any]) -> tuple[int, float]:

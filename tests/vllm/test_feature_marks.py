@@ -1,11 +1,21 @@
-"""What the support matrix says of a test is what the test is marked with. Seen of those that are collected with this
-one: the marks of parameters are not known before."""
+"""What the support matrix says of a test is what the test is marked with, and it has all of its cases. Seen of those
+that are collected with this one: the marks of parameters, and which they are, are not known before."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.feature_record import MARKS, RECORD, read, unbacked
+from tests.feature_record import (
+    MARKS,
+    NEWEST_ENGINE,
+    RECORD,
+    WITHOUT_VLLM,
+    collected,
+    installed_version,
+    read,
+    unbacked,
+    unrecorded,
+)
 
 
 def test_every_recorded_feature_is_still_marked(request: pytest.FixtureRequest) -> None:
@@ -13,3 +23,15 @@ def test_every_recorded_feature_is_still_marked(request: pytest.FixtureRequest) 
     if not marks.keys() & {row["test"] for row in rows}:
         pytest.skip("no test of the record was collected beside this one")
     assert not unbacked(rows, marks), "record these tests again: python -m pytest -p tests.feature_record TEST..."
+
+
+def test_every_case_is_recorded(request: pytest.FixtureRequest) -> None:
+    """Those of the long suite, too, so that a "yes" of the matrix is that of all its cases. What was skipped is on the
+    page."""
+    if installed_version() != NEWEST_ENGINE:
+        pytest.skip(f"not every case is recorded on another version than {NEWEST_ENGINE}")
+    cases = {key: names for key, names in collected(request.config).items() if key[1] in (NEWEST_ENGINE, WITHOUT_VLLM)}
+    if not cases:
+        pytest.skip("no test with a feature was collected beside this one")
+    missing = unrecorded(read(RECORD), cases)
+    assert not missing, "\n".join(["record these: python -m pytest -p tests.feature_record TEST...", *missing])
