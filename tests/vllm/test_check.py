@@ -86,6 +86,20 @@ def test_fp8_with_layers_that_it_was_not_tested_with_is_told(
     assert ("was not tested with" in untested) == bool(words)
 
 
+@pytest.mark.parametrize(("named", "is_served"), [("bfloat16", False), ("auto", True), ("fp8", True)])
+def test_keys_and_values_in_another_type_than_the_models(
+    process: EngineProcess, model: str, named: str, is_served: bool
+) -> None:
+    found = asked(process, model, "--dtype", "float32", "--kv-cache-dtype", named, "--block-size", str(BLOCK_SIZE))
+    if is_served:
+        assert found["refused"] == found["not_laid_out"] == "" and found["groups"]
+        return
+    assert f"does not serve --kv-cache-dtype {named}, only auto" in found["refused"]
+    assert "auto is the model's own type, float32" in found["refused"]
+    assert found["groups"] == [], "before the layers are made"
+    assert found["helps"] == ["--kv-cache-dtype auto"]
+
+
 def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path) -> None:
     """And no memory is taken for them: the layers of a model of many GiB are made as fast."""
     config = json.loads((Path(model) / "config.json").read_text())

@@ -119,6 +119,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         GOOD | {"kv_cache_dtype": "int8_per_token_head"},
         ("--kv-cache-dtype int8_per_token_head", "fp8"),
     ),
+    "KV in another type than the model's": (
+        GOOD | {"kv_cache_dtype": "bfloat16"},
+        ("--kv-cache-dtype bfloat16", "only auto, fp8, fp8_e4m3, fp8_e5m2", "auto is the model's own type, float32"),
+    ),
     "context parallelism": (GOOD | {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, ("context",)),
     "pipeline parallelism": (GOOD | {"pipeline_parallel_size": 2}, ("pipeline", "CPU build cannot run it")),
     "several nodes": (
@@ -170,6 +174,7 @@ FEATURES = {
     "several connectors, vLLM's offloading": "beside OffloadingConnector",
     "speculation that no test has": "speculation by other methods",
     "KV in another precision": "KV cache of other precisions",
+    "KV in another type than the model's": "KV cache of other precisions",
 }  # fmt: skip
 """Refusals that the support matrix tells of."""
 
