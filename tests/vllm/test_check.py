@@ -28,7 +28,7 @@ from kvpolicy_vllm.check import LIMIT_S, CheckReport, Group, check
 from tests.test_launch import run
 from tests.vllm import families, features
 from tests.vllm.harness import ROOT, environment
-from tests.vllm.versions import skip_before_tables
+from tests.vllm.versions import before_tables, skip_before_tables
 
 pytestmark = pytest.mark.scheduler
 
@@ -248,6 +248,16 @@ def test_steps_beyond_a_block_of_states(process: EngineProcess, tmp_path: Path) 
     for given in (("--max-num-batched-tokens", "128"), ("--no-enable-prefix-caching",)):
         found = asked(process, llm, "--dtype", "float32", *given)
         assert found["refused"] == found["not_laid_out"] == "" and len(found["groups"]) == 4
+
+
+def test_the_mode_of_states_that_is_not_served_is_no_choice(process: EngineProcess, tmp_path: Path) -> None:
+    """vLLM has ``all`` up to 0.31, where states are not served at all. What else a layer may say is refused by it
+    (`tests/vllm/test_refusals.py`)."""
+    llm = str(families.make("granite-4", tmp_path))
+    found = asked(process, llm, "--dtype", "float32", *SMALL_STEPS, "--mamba-cache-mode", "all")
+    older = "states beside attention on a vLLM older than 0.32"
+    assert (older if before_tables() else "argument --mamba-cache-mode: invalid choice: 'all'") in found["refused"]
+    assert found["groups"] == [] and found["helps"] == []
 
 
 @pytest.mark.feature("a cache of prompts over windows, states or several KV cache groups", refused=True)
