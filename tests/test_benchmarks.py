@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
@@ -961,3 +962,19 @@ def test_a_page_says_of_a_decode_node_what_was_measured(monkeypatch: pytest.Monk
         f"{1e3 * swap['seconds']:.1f} ms and {swap['steps']:g} steps"
     ) in page
     assert f"takes {ratio.value:.1f} times as long ({ratio.low:.1f} to {ratio.high:.0f})" in page
+
+
+def test_a_page_says_of_the_time_of_a_check_what_was_measured() -> None:
+    """`python benchmarks/check_time.py --json docs/check-time.json` measures it again."""
+    raw = json.loads((ROOT / "docs" / "check-time.json").read_text())
+    cpu_s = {
+        what: median(one["cpu_s"] for one in raw["runs"] if one["what"] == what)
+        for what in ("kvpolicy check", "importing vLLM")
+    }
+    assert raw["asked"]["llm"] is None and raw["asked"]["vllm_flags"] == [] and len(raw["loads"]) == 2
+    assert len(raw["runs"]) == 2 * raw["asked"]["runs"]
+    page = " ".join((ROOT / "docs" / "own-server.md").read_text().split())
+    assert (
+        f"importing vLLM: {cpu_s['importing vLLM']:.1f} of {cpu_s['kvpolicy check']:.1f} s of CPU time (medians of "
+        f"{raw['asked']['runs']} runs, "
+    ) in page

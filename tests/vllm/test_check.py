@@ -512,7 +512,10 @@ def test_the_benchmark_of_its_time_runs(model: str, tmp_path: Path) -> None:
         for flags in (("--dtype", "float32"), ("-tp", "3"))
     )
     assert served.returncode == 0, served.stderr
-    check, importing = json.loads(file.read_text())
+    written = json.loads(file.read_text())
+    check, importing = written["runs"]
+    assert written["asked"] == {"llm": model, "runs": 1, "vllm_flags": ["--dtype", "float32"]}
+    assert written["versions"]["vllm"] and written["machine"]["cores"] and len(written["loads"]) == 2
     assert check["cpu_s"] > 0 and importing["cpu_s"] > 0
     assert refused.returncode == 1 and "divisible" in refused.stderr
 
