@@ -5,7 +5,8 @@
 LLM: a model's folder or id; by default a Llama with the layers and widths of Llama-3.1-70B, without the weights, which
 the check does not read. Runs of the command alternate with processes that import the check's modules, and so vLLM, and
 end; the first run of either is not counted, as it fills the disk's cache. Printed are medians and the range, of the
-clock's time and of the CPU time of a run's processes. Exits 1 where the model is not served.
+clock's time and of the CPU time of a run's processes; ``--json`` has every counted run, and above them what was asked
+for, the versions, the machine, and its load average before and after. Exits 1 where the model is not served.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from measured_on import head_of, load_average
+
 from kvpolicy_vllm.bench.models import make_llama
 
 LARGE = {
@@ -31,6 +34,7 @@ LARGE = {
 }  # fmt: skip
 IMPORTS = ("-c", "import kvpolicy_vllm.check.lay_out")
 CHECK, IMPORT = "kvpolicy check", "importing vLLM"
+ASKED = ("llm", "runs", "vllm_flags")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +85,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(given[:at])
-    found: list[Run] = []
-    with tempfile.TemporaryDirectory() as folder:
-        llm = options.llm or str(large_llama(Path(folder)))
-        check = ("-m", "kvpolicy.cli", "check", llm, "--policy", "always-swap", "--host-gib", "0.5", *given[at + 1 :])
-        for number in range(options.runs + 1):
-            try:
-                pair = (timed(CHECK, *check), timed(IMPORT, *IMPORTS))
-            except subprocess.CalledProcessError as error:
-                print(f"{error.stdout}{error.stderr}", file=sys.stderr)
-                return 1
-            found += pair if number else ()
+    options.vllm_flags = given[at + 1 :]
+    loads = [load_average()]
+    try:
+        found = alternating(options.llm, options.runs, options.vllm_flags)
+    except subprocess.CalledProcessError as error:
+        print(f"{error.stdout}{error.stderr}", file=sys.stderr)
+        return 1
+    loads.append(load_average())
     for what in (CHECK, IMPORT):
         print(line(what, [one for one in found if one.what == what]))
     if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        written = head_of(options, ASKED) | {"loads": loads, "runs": [asdict(one) for one in found]}
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
     return 0
+
+
+def alternating(llm: str | None, runs: int, vllm_flags: Sequence[str]) -> list[Run]:
+    """Those that are counted. Raises CalledProcessError as :func:`timed`."""
+    found: list[Run] = []
+    with tempfile.TemporaryDirectory() as folder:
+        checked = llm or str(large_llama(Path(folder)))
+        check = ("-m", "kvpolicy.cli", "check", checked, "--policy", "always-swap", "--host-gib", "0.5", *vllm_flags)
+        for number in range(runs + 1):
+            pair = (timed(CHECK, *check), timed(IMPORT, *IMPORTS))
+            found += pair if number else ()
+    return found
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ kvpolicy's connector serves beside DecodeBenchConnector, which makes up the KV o
 than requests may run (``--seats``). One request is preempted while ``--running`` others decode, by either option in
 turn, the order drawn for each pair. Printed are the time and the engine's CPU time from the preemption to the victim's
 next token, recompute over swap, with 95% intervals over the pairs, and the medians of each option, in seconds, ms and
-steps; ``--json`` has these and every return. A victim's text after a recompute is another one, as it then has the real
-KV of its prompt: that a swap changes no bit of it is shown in tests/vllm/test_engines_beside.py.
+steps; ``--json`` has these and every return, and above them what was asked for, the versions, the machine, and its load
+average before and after. A victim's text after a recompute is another one, as it then has the real KV of its prompt:
+that a swap changes no bit of it is shown in tests/vllm/test_engines_beside.py.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from measured_on import head_of, load_average
+
 from kvpolicy.stats import Ratio, student_ratio
 from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
 
 SWAP = "always-swap"
+ASKED = ("pairs", "seats", "running", "prompt", "seed")
 DECODE_BENCH = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
 BLOCK_SIZE, OUTPUT, BEFORE = 32, 24, 8
 """Tokens of a block, of a victim's answer, and of those before it is preempted."""
@@ -158,14 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not 0 < args.running < args.seats:
         parser.error(f"--running {args.running}: should leave tokens of the budget, --seats {args.seats}")
+    loads = [load_average()]
     found = on_the_engine(args.pairs, args.seats, args.running, args.prompt, args.seed)
+    loads.append(load_average())
     for name, ratio in ratios(found).items():
         print(f"{name}, recompute over swap: {ratio.text()}")
     middle = medians(found)
     for kind, of in middle.items():
         print(median_line(kind, of))
     if args.json:
-        written = {"medians": middle, "returns": [asdict(one) for one in found]}
+        written = head_of(args, ASKED) | {"loads": loads, "medians": middle, "returns": [asdict(one) for one in found]}
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     return 0
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
@@ -35,9 +34,9 @@ from statistics import fmean
 from typing import Any
 
 from live_pairs import MIN_PRICE_RATIO, RECOMPUTE, SWAP, WARM_UP_REQUESTS, CachingArm
+from measured_on import head_of, load_average
 
 from kvpolicy.evaluation.log_headroom import log_headroom
-from kvpolicy.hardware import describe
 from kvpolicy.json_values import rounded
 from kvpolicy.stats import Ratio, geometric_means, student_ratio
 from kvpolicy.study.report import aligned
@@ -47,7 +46,6 @@ from kvpolicy.workload.near_capacity import CONTEXT_TOKENS, at_once
 from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.live_scenarios import BLOCK_SIZE, HOST_GIB, compared, e2e_s
 from kvpolicy_vllm.bench.overload import STOCK, Arms, Run, Settings
-from kvpolicy_vllm.bench.resumed_inputs import versions
 
 WINDOW_TOKENS = 64
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -199,7 +197,7 @@ class Bench:
         ]  # fmt: skip
 
     def measured(self) -> Found:
-        began_s, load = time.monotonic(), os.getloadavg()[0]
+        began_s, load = time.monotonic(), load_average()
         found = self._recorded()
         found.loads.append(load)
         print(f"{self._blocks} blocks, p / d {found.price_ratio}; {found.sentence}", flush=True)
@@ -208,7 +206,7 @@ class Bench:
             start_s = time.monotonic()
             self._start(start, found)
             longest_s = max(longest_s, time.monotonic() - start_s)
-            found.loads.append(os.getloadavg()[0])
+            found.loads.append(load_average())
             found.seconds = time.monotonic() - began_s
             start += 1
             print(f"start {start} in {time.monotonic() - start_s:.0f} s", *table(found), sep="\n", flush=True)
@@ -272,9 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     found = Bench(options).measured()
-    asked = {name: getattr(options, name) for name in ASKED}
-    machine = {name: describe()[name] for name in ("processor", "cores")}
-    written = {"asked": asked, "versions": versions(), "machine": machine} | found.to_dict()
+    written = head_of(options, ASKED) | found.to_dict()
     (options.out / "live_windows.json").write_text(json.dumps(rounded(written), indent=1) + "\n")
     missed = found.missed()
     print("\n".join(missed))

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
@@ -897,9 +898,32 @@ def test_a_node_that_only_decodes_is_simulated(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = run("decode_node.py", "--seats=16", "--repeats=3", f"--json={file}")
     assert done.returncode == 0, done.stderr
-    ratios = {(one["figure"], one["budget"]): one["ratio"]["value"] for one in json.loads(file.read_text())}
+    written = json.loads(file.read_text())
+    assert written["asked"] == {"seats": 16, "repeats": 3} and len(written["runs"]) == 2 * 2 * 3
+    ratios = {(one["figure"], one["budget"]): one["ratio"]["value"] for one in written["ratios"]}
     assert ratios["steps", 16] < 0.97 < ratios["steps", None]
     assert ratios["mean delay of victims", 16] < ratios["mean delay of victims", None]
+
+
+def test_a_page_says_of_a_decode_node_what_was_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the file's ratios are those of its runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    node = import_module("decode_node")
+    raw = json.loads((ROOT / "docs" / "decode-node-simulated.json").read_text())
+    found = node.ratios([node.Run(**one) for one in raw["runs"]])
+    assert [one | {"ratio": asdict(one["ratio"])} for one in found] == raw["ratios"]
+    asked = raw["asked"]
+    throughput = {one["budget"]: one["ratio"] for one in found if one["figure"] == "throughput"}
+    few, default = throughput[asked["seats"]], throughput[None].text()
+    assert (
+        f"{asked['seats']} requests and as many tokens in a step, always-swap has {few.value:.3f} times the throughput "
+        f"of always-recompute ({few.low:.3f} to {few.high:.3f} over {asked['repeats']} seeds), with vLLM's own token "
+        f"budget {default}"
+    ) in decode_node_page()
+
+
+def decode_node_page() -> str:
+    return " ".join((ROOT / "docs" / "other-connectors.md").read_text().split())
 
 
 def test_a_decode_node_without_a_token_to_spare_is_refused() -> None:
@@ -922,12 +946,35 @@ def test_a_page_says_of_a_decode_node_what_was_measured(monkeypatch: pytest.Monk
     node = import_module("decode_node_engine")
     raw = json.loads((ROOT / "docs" / "decode-node.json").read_text())
     found = [node.Return(**one) for one in raw["returns"]]
-    assert node.medians(found) == raw["medians"] and len(found) == 16
+    asked, page = raw["asked"], decode_node_page()
+    assert node.medians(found) == raw["medians"] and len(found) == 2 * asked["pairs"]
+    assert {*asked} == {*node.ASKED} and {*raw["versions"]} == {"kvpolicy", "vllm"} and len(raw["loads"]) == 2
+    assert (
+        f"decode_node_engine.py --pairs {asked['pairs']}` measures one victim with a prompt of {asked['prompt']:,} "
+        f"tokens on vLLM's CPU engine with DecodeBenchConnector, {asked['seats']} tokens a step and "
+        f"{asked['running']} requests beside it"
+    ) in page
+    assert f"medians of {asked['pairs']} alternating pairs on {raw['machine']['cores']} cores;" in page
     recompute, swap = raw["medians"]["recompute"], raw["medians"]["swap"]
     ratio = node.ratios(found)["seconds"]
-    page = " ".join((ROOT / "docs" / "other-connectors.md").read_text().split())
     assert (
         f"a recompute takes {recompute['seconds']:.2f} s and {recompute['steps']:g} steps, a swap "
         f"{1e3 * swap['seconds']:.1f} ms and {swap['steps']:g} steps"
     ) in page
     assert f"takes {ratio.value:.1f} times as long ({ratio.low:.1f} to {ratio.high:.0f})" in page
+
+
+def test_a_page_says_of_the_time_of_a_check_what_was_measured() -> None:
+    """`python benchmarks/check_time.py --json docs/check-time.json` measures it again."""
+    raw = json.loads((ROOT / "docs" / "check-time.json").read_text())
+    cpu_s = {
+        what: median(one["cpu_s"] for one in raw["runs"] if one["what"] == what)
+        for what in ("kvpolicy check", "importing vLLM")
+    }
+    assert raw["asked"]["llm"] is None and raw["asked"]["vllm_flags"] == [] and len(raw["loads"]) == 2
+    assert len(raw["runs"]) == 2 * raw["asked"]["runs"]
+    page = " ".join((ROOT / "docs" / "own-server.md").read_text().split())
+    assert (
+        f"importing vLLM: {cpu_s['importing vLLM']:.1f} of {cpu_s['kvpolicy check']:.1f} s of CPU time (medians of "
+        f"{raw['asked']['runs']} runs, "
+    ) in page

@@ -101,6 +101,14 @@ def test_no_feature_fails() -> None:
     assert not [row for row in ROWS if row.get("failed")]
 
 
+def test_versions_without_a_real_engine_are_those_of_which_no_engine_was_recorded() -> None:
+    """Each by its number: a range would name versions between, of which an engine may have been tested."""
+    named = [name.partition(" in a real engine")[0] for name in TABLE.NOT_TESTED if name.startswith("vLLM 0.")]
+    without_engine = [version for part in named for version in part.removeprefix("vLLM ").split(", ")]
+    with_engine = {row["version"] for row in ROWS if row["how"] == "engine" and row.get("passed")}
+    assert sorted(without_engine) == [version for version in TABLE.VERSIONS if version not in with_engine]
+
+
 def test_the_page_of_families_has_what_was_under_pressure() -> None:
     page = " ".join((ROOT / "docs" / "model-families.md").read_text().split())
     for test in ("test_an_order_under_pressure", "test_two_ranks_under_pressure"):

@@ -28,7 +28,7 @@ from kvpolicy_vllm.check import LIMIT_S, CheckReport, Group, check
 from tests.test_launch import run
 from tests.vllm import families, features
 from tests.vllm.harness import ROOT, environment
-from tests.vllm.versions import skip_before_tables
+from tests.vllm.versions import before_tables, skip_before_tables
 
 pytestmark = pytest.mark.scheduler
 
@@ -84,6 +84,20 @@ def test_fp8_with_layers_that_it_was_not_tested_with_is_told(
     untested = asked(process, llm, "--dtype", "float32", "--kv-cache-dtype", "fp8", *SMALL_STEPS)["untested"]
     assert untested.startswith(f"--kv-cache-dtype fp8 was not tested with {words};" if words else "")
     assert ("was not tested with" in untested) == bool(words)
+
+
+@pytest.mark.parametrize(("named", "is_served"), [("bfloat16", False), ("auto", True), ("fp8", True)])
+def test_keys_and_values_in_another_type_than_the_models(
+    process: EngineProcess, model: str, named: str, is_served: bool
+) -> None:
+    found = asked(process, model, "--dtype", "float32", "--kv-cache-dtype", named, "--block-size", str(BLOCK_SIZE))
+    if is_served:
+        assert found["refused"] == found["not_laid_out"] == "" and found["groups"]
+        return
+    assert f"does not serve --kv-cache-dtype {named}, only auto" in found["refused"]
+    assert "auto is the model's own type, float32" in found["refused"]
+    assert found["groups"] == [], "before the layers are made"
+    assert found["helps"] == ["--kv-cache-dtype auto"]
 
 
 def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path) -> None:
@@ -234,6 +248,16 @@ def test_steps_beyond_a_block_of_states(process: EngineProcess, tmp_path: Path) 
     for given in (("--max-num-batched-tokens", "128"), ("--no-enable-prefix-caching",)):
         found = asked(process, llm, "--dtype", "float32", *given)
         assert found["refused"] == found["not_laid_out"] == "" and len(found["groups"]) == 4
+
+
+def test_the_mode_of_states_that_is_not_served_is_no_choice(process: EngineProcess, tmp_path: Path) -> None:
+    """vLLM has ``all`` up to 0.31, where states are not served at all. What else a layer may say is refused by it
+    (`tests/vllm/test_refusals.py`)."""
+    llm = str(families.make("granite-4", tmp_path))
+    found = asked(process, llm, "--dtype", "float32", *SMALL_STEPS, "--mamba-cache-mode", "all")
+    older = "states beside attention on a vLLM older than 0.32"
+    assert (older if before_tables() else "argument --mamba-cache-mode: invalid choice: 'all'") in found["refused"]
+    assert found["groups"] == [] and found["helps"] == []
 
 
 @pytest.mark.feature("a cache of prompts over windows, states or several KV cache groups", refused=True)
@@ -488,7 +512,10 @@ def test_the_benchmark_of_its_time_runs(model: str, tmp_path: Path) -> None:
         for flags in (("--dtype", "float32"), ("-tp", "3"))
     )
     assert served.returncode == 0, served.stderr
-    check, importing = json.loads(file.read_text())
+    written = json.loads(file.read_text())
+    check, importing = written["runs"]
+    assert written["asked"] == {"llm": model, "runs": 1, "vllm_flags": ["--dtype", "float32"]}
+    assert written["versions"]["vllm"] and written["machine"]["cores"] and len(written["loads"]) == 2
     assert check["cpu_s"] > 0 and importing["cpu_s"] > 0
     assert refused.returncode == 1 and "divisible" in refused.stderr
 

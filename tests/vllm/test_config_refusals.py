@@ -1,5 +1,5 @@
-"""Which speculation is refused, over configurations that are made up. The other refusals of configurations are in
-`tests/vllm/test_refusals.py`, as the scheduler's start-up has them."""
+"""Which speculation and which types of keys and values are refused, over configurations that are made up. The other
+refusals of configurations are in `tests/vllm/test_refusals.py`, as the scheduler's start-up has them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 import vllm
 
 from kvpolicy_vllm.plugin import config_refusals
@@ -74,3 +75,21 @@ def test_speculation_is_refused_before_0_32(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
     with pytest.raises(UnsupportedEngine, match=r"older than 0\.32; leave --speculative-config out"):
         config_refusals._refuse_speculation(speculating())
+
+
+OWN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("named", ["auto", *OWN, "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"])
+def test_keys_and_values_are_of_the_models_own_type_or_fp8(named: str, own: str) -> None:
+    """vLLM's CPU build takes the own type as ``auto`` alone, so that no engine here is started with its name."""
+    parallel = SimpleNamespace(pipeline_parallel_size=1)
+    cache, model = SimpleNamespace(cache_dtype=named), SimpleNamespace(dtype=OWN[own])
+    config: Any = SimpleNamespace(parallel_config=parallel, cache_config=cache, model_config=model)
+    if named in ("auto", own) or named in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        config_refusals._refuse_engine_settings(config)
+        return
+    words = rf"--kv-cache-dtype {named}, only auto, fp8, fp8_e4m3, fp8_e5m2 \(auto is the model's own type, {own}\)"
+    with pytest.raises(UnsupportedEngine, match=words):
+        config_refusals._refuse_engine_settings(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kvpolicy_vllm.plugin.engine_config import geometry_of, refuse_other_model, 
 from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 from tests.synthetic import fitted_model
 from tests.vllm.families import FAMILIES, PLAIN, WINDOW
+from tests.vllm.harness import ROOT
 
 pytest.importorskip("vllm")
 
@@ -140,6 +142,31 @@ def test_a_shape_has_the_weights_of_the_familys_model(name: str) -> None:
 def test_costs_of_layers_with_heads_of_their_own_are_not_known() -> None:
     with pytest.raises(ConfigError, match="what single layers have of their own is not understood"):
         ModelShape.from_config(FAMILIES[OWN_HEADS].config().to_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        (OWN_HEADS, {}, r"field (per_layer_config|global_head_dim) is "),
+        ("gemma-3", {"num_kv_shared_layers": 2}, "field num_kv_shared_layers is 2: layers that share KV"),
+    ],
+)
+def test_no_price_is_predicted_where_layers_differ_in_size_or_share_kv(
+    family: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Beside windows: where vLLM keeps as much in every layer and all attend to everything, costs are measured."""
+    made = FAMILIES[family].config()
+    made.update({"dtype": "float32"} | changes)
+    made.save_pretrained(tmp_path)
+    config = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
+    assert re.match(words, why_not_priced(config, kv_cache_of(full(), window())))
+
+
+def test_the_page_says_that_layers_which_share_kv_were_not_tested() -> None:
+    """Remove the sentence, and the row of the support matrix, once a family of the tests has some."""
+    shared = [name for name in FAMILIES if getattr(FAMILIES[name].config(), "num_kv_shared_layers", 0)]
+    page = " ".join((ROOT / "docs" / "model-families.md").read_text().split())
+    assert not shared and "Swaps of layers that share KV were never tested" in page
 
 
 @pytest.mark.parametrize("name", CHUNKED)

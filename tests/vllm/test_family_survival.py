@@ -15,6 +15,7 @@ import vllm
 
 from kvpolicy_vllm.plugin.versions import OLDEST_WITH_TABLES, engine_version
 from kvpolicy_vllm.simulator.model_layers import MODELS
+from tests.vllm.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RAW = json.loads((ROOT / "docs" / "family-survival.json").read_text())
@@ -117,3 +118,17 @@ def test_rows_of_the_file_are_measured_again(model: str, survival: Any) -> None:
             work = survival.drawn(RAW["requests"], 300, seed)
             row = survival.measured(MODELS[model], setting, layers, work, RAW["share"])
             assert row == rows[row.key] and row.key == (model, setting, 300, seed)
+
+
+def test_families_without_rows_are_named_with_those_of_the_same_layers() -> None:
+    """By the small models of the tests, which have none of Kimi K2."""
+    models = {row["model"] for row in RAW["rows"]}
+    assert not [name for name in models if name.startswith(("qwen3.5", "glm", "kimi"))]
+    for name, alike, measured in (
+        ("qwen3.5", "qwen3-next", "qwen3-next-80b-a3b"),
+        ("glm-4.7", "deepseek-v3", "deepseek-v3"),
+    ):
+        assert (FAMILIES[name].feature, FAMILIES[name].groups) == (FAMILIES[alike].feature, FAMILIES[alike].groups)
+        assert measured in models
+    page = " ".join((ROOT / "docs" / "model-families.md").read_text().split())
+    assert "Qwen 3.5, GLM-4.7-Flash and Kimi K2 have no rows: Qwen3-Next has the kinds of layers of the first" in page

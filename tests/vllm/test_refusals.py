@@ -119,6 +119,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         GOOD | {"kv_cache_dtype": "int8_per_token_head"},
         ("--kv-cache-dtype int8_per_token_head", "fp8"),
     ),
+    "KV in another type than the model's": (
+        GOOD | {"kv_cache_dtype": "bfloat16"},
+        ("--kv-cache-dtype bfloat16", "only auto, fp8, fp8_e4m3, fp8_e5m2", "auto is the model's own type, float32"),
+    ),
     "context parallelism": (GOOD | {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, ("context",)),
     "pipeline parallelism": (GOOD | {"pipeline_parallel_size": 2}, ("pipeline", "CPU build cannot run it")),
     "several nodes": (
@@ -170,6 +174,7 @@ FEATURES = {
     "several connectors, vLLM's offloading": "beside OffloadingConnector",
     "speculation that no test has": "speculation by other methods",
     "KV in another precision": "KV cache of other precisions",
+    "KV in another type than the model's": "KV cache of other precisions",
 }  # fmt: skip
 """Refusals that the support matrix tells of."""
 
@@ -283,16 +288,26 @@ def test_latent_kv_and_states_are_told_by_the_configuration(messages: dict[str, 
 
 @pytest.mark.feature("states on model runner v2", refused=True)
 def test_states_on_a_model_runner_that_overwrites_them(messages: dict[str, str]) -> None:
+    """Unless a setting allows them, which does not help below vLLM 0.32."""
+    by_group = "states on runner v2"
+    allowed = f"{by_group}, allowed", "states beside attention, allowed"
     if messages["serves block tables"]:
-        assert "VLLM_USE_V2_MODEL_RUNNER=0" in messages["states on runner v2"]
-        assert '"allow_untested_states_v2": true' in messages["states on runner v2"]
-        assert messages["states on runner v2, allowed"] == messages["states beside attention, allowed"] == ""
-        assert "order urgent" in messages["states on runner v2, allowed, in order urgent"]
+        assert "VLLM_USE_V2_MODEL_RUNNER=0" in messages[by_group]
+        assert '"allow_untested_states_v2": true' in messages[by_group]
+        assert [messages[name] for name in allowed] == ["", ""]
+        assert "order urgent" in messages[f"{by_group}, allowed, in order urgent"]
+        return
+    for name in (by_group, *allowed, f"{by_group}, allowed, in order urgent"):
+        what = "states beside attention" if name.startswith("states beside") else "1 KV cache groups (MambaSpec)"
+        assert what in messages[name] and "older than 0.32" in messages[name], name
 
 
 def test_an_order_of_service_over_several_block_tables(messages: dict[str, str]) -> None:
+    told = messages["layers full-window in order urgent"]
     if messages["serves block tables"]:
-        assert messages["layers full-window in order urgent"] == ""
+        assert told == ""
+        return
+    assert "KV cache groups (FullAttentionSpec, SlidingWindowSpec) on a vLLM older than 0.32" in told
 
 
 def test_a_device_with_a_data_sheet_needs_no_training(messages: dict[str, str]) -> None:

@@ -37,9 +37,10 @@ from kvpolicy_vllm.plugin.versions import (
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-SERVED_KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Values of ``--kv-cache-dtype``. Others have scales of their own beside the keys and values, or pack several into a
-byte; what a swap of those gives was never compared."""
+SERVED_KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Values of ``--kv-cache-dtype``, beside the name of the model's own type. Others have scales of their own beside the
+keys and values, pack several into a byte, or are another type than the model computes in; what a swap of those gives
+was never compared."""
 SERVED_DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of ``--speculative-config``."""
 SERVED_MLA_DRAFTERS = ("mtp",)
@@ -180,6 +181,7 @@ def is_adaptive(scheduler_cls: Any) -> bool:
 
 def _refuse_engine_settings(config: VllmConfig) -> None:
     parallel = config.parallel_config
+    kv_dtype, own_dtype = str(config.cache_config.cache_dtype), str(config.model_config.dtype).removeprefix("torch.")
     refusals = (
         (
             parallel.pipeline_parallel_size > 1,
@@ -196,8 +198,9 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
             "an engine over several nodes, whose clocks cannot be compared: --nnodes should be 1 for each engine core",
         ),
         (
-            str(config.cache_config.cache_dtype) not in SERVED_KV_DTYPES,
-            f"--kv-cache-dtype {config.cache_config.cache_dtype}, only {', '.join(SERVED_KV_DTYPES)}",
+            kv_dtype not in (*SERVED_KV_DTYPES, own_dtype),
+            f"--kv-cache-dtype {kv_dtype}, only {', '.join(SERVED_KV_DTYPES)} (auto is the model's own type, "
+            f"{own_dtype})",
         ),
     )
     _refuse_first(refusals)
