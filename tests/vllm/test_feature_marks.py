@@ -17,7 +17,6 @@ from tests.feature_record import (
     unrecorded,
 )
 
-
 NUMBERED_TESTS = frozenset(
     {
         "tests/vllm/test_connectors_beside.py::test_every_position_is_right_whoever_loads",
