@@ -75,6 +75,8 @@ def test_the_table_of_a_chat_is_that_of_the_runs() -> None:
     assert row("ratio, 95% over starts", *ratios) in page
     messages, window = (rounds.mean(RAW["chat"], figure, "vllm") for figure in ("messages", "window_tokens"))
     assert f"{messages:.0f} messages a run by vLLM, with windows of {window:,.0f} tokens on average" in page
+    carried = rounds.by_round(RAW["chat-full"], "messages", "vllm")
+    assert len(carried) == 1 and "the one without pauses as `chat-full`" in page
     prices = RAW["chat"]["prices"]
     decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
     assert (
