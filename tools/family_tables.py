@@ -196,8 +196,8 @@ def far_words(found: Cells) -> str:
     return (
         f"With vLLM's default and outputs of {FAR:,}, of the victims that had gone past their window "
         f"{listed(windows)} found anything again. Of models with states, with either setting, "
-        f"{min(nothing):.0%} to {max(nothing):.0%} of the victims that had generated more than a block found nothing, and what was computed again is "
-        f"{min(taxes):.1f} to {max(taxes):.1f} times what all requests have."
+        f"{min(nothing):.0%} to {max(nothing):.0%} of the victims that had generated more than a block found nothing, "
+        f"and what was computed again is {min(taxes):.1f} to {max(taxes):.1f} times what all requests have."
     )
 
 
@@ -209,9 +209,9 @@ def long_words(found: Cells) -> str:
     default, dense = (found[LONG, setting, LONGEST] for setting in (DEFAULT, DENSE))
     return (
         f"Of Mistral's victims with either setting {past(FAR)} had generated more than its window with outputs of "
-        f"{FAR:,}, and {past(LONGEST)} with {LONGEST:,}, where {share(survival(default), victims(default))} survived, with "
-        f"retention `None` {share(survival(dense), victims(dense))}: a request that has filled its windows takes no "
-        "more blocks."
+        f"{FAR:,}, and {past(LONGEST)} with {LONGEST:,}, where {share(survival(default), victims(default))} survived, "
+        f"with retention `None` {share(survival(dense), victims(dense))}: a request that has filled its windows takes "
+        "no more blocks."
     )
 
 
