@@ -17,14 +17,19 @@ FIRST_AGE = 8.0
 """Age at which level 1 begins, prompts; that of each further level is the square root of 2 times as high."""
 STARTS: tuple[float, ...] = (0.0, *(FIRST_AGE * 2 ** (level / 2) for level in range(LEVELS - 1)))
 """Age at which each level begins, prompts."""
+ENDS = (*STARTS[1:], 2 * STARTS[-1])
 REACHED = tuple(enumerate(map(ceil, STARTS)))[1:]
 """Each level but the first, with the whole number of prompts after which a visit is of that level."""
 PRIOR_BLOCKS = 20.0
 """Blocks that the average over all classes counts for in each of them."""
 PRIOR_SHARE = 0.01
-"""Share that is asked for again in a level, before anything was seen; counts for ten blocks."""
-FIT_EVERY = 64
-"""Prompts between two evaluations of what was counted."""
+"""Share that is asked for again in the first level, before anything was seen."""
+PRIOR = tuple(PRIOR_SHARE * (1 - start / end) for start, end in zip(STARTS, ENDS, strict=True))
+"""That of every level, which counts for ten blocks. Over the length of the level it is a rate that falls as the age at
+which the level ends rises: as long as nothing is known, what was used last stays."""
+FIT_EVERY, FIT_AFTER = 64, 4
+"""What was counted is evaluated whenever there are a quarter more prompts than at the last time, from the first one on,
+and after 64 more at the latest: each prompt changes the first rates, few change later ones."""
 DECAY_EVERY, DECAY = 512, 0.9
 """After so many prompts, what was counted before has this weight."""
 
@@ -49,7 +54,8 @@ class Returns:
         self._reached: dict[Class, list[float]] = {}
         self._returned: dict[Class, list[float]] = {}
         self._rates: Mapping[Class, Rates] = {}
-        self._average = Rates(lambda: [PRIOR_SHARE] * LEVELS)
+        self._average = Rates(lambda: PRIOR)
+        self._next_fit = 1
         self._aging: dict[int, Visit] = {}
         """Visits that have not reached the last level, by prompt."""
 
@@ -64,7 +70,8 @@ class Returns:
         if self._prompts % DECAY_EVERY == 0:
             for counts in (*self._reached.values(), *self._returned.values()):
                 counts[:] = [DECAY * count for count in counts]
-        if self._prompts % FIT_EVERY == 0:
+        if self._prompts == self._next_fit:
+            self._next_fit += min(FIT_EVERY, max(1, self._prompts // FIT_AFTER))
             self._fit()
         return now
 
@@ -104,7 +111,9 @@ class Returns:
 
     def _fit(self) -> None:
         returned, reached = _totals(self._returned), _totals(self._reached)
-        pooled = [(back + 10 * PRIOR_SHARE) / (there + 10) for back, there in zip(returned, reached, strict=True)]
+        pooled = [
+            (back + 10 * prior) / (there + 10) for back, there, prior in zip(returned, reached, PRIOR, strict=True)
+        ]
         self._average = Rates(lambda: pooled)
         rates = {}
         for name, there in self._reached.items():
@@ -159,7 +168,7 @@ def best_rate(shares: Sequence[float], level: int) -> float:
     """
     there, back, prompts, best = 1.0, 0.0, 0.0, 0.0
     for later in range(level, LEVELS):
-        length = STARTS[later + 1] - STARTS[later] if later + 1 < LEVELS else STARTS[later]
+        length = ENDS[later] - STARTS[later]
         back += there * shares[later]
         prompts += there * length * (1.0 - shares[later] / 2)
         there *= 1.0 - shares[later]

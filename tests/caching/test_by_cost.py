@@ -161,3 +161,19 @@ def test_blocks_of_a_prompt_with_other_histories_are_counted_apart() -> None:
     assert len({id(visit) for visit in visits}) == 3 and sum(sum(visit.blocks.values()) for visit in visits[9:]) == 12
     policy.asked(chain, 0)
     assert not any(count for visit in visits for count in visit.blocks.values())
+
+
+def test_without_counts_it_gives_up_what_was_used_first_and_leaves_no_newcomer_out() -> None:
+    """Of prompts whose ages are of different levels, and of each the last block first."""
+    policy = ByCost(24)
+    policy._returns._next_fit = 0  # what was counted is never evaluated
+    chains = [[f"{number}-{block}" for block in range(4)] for number in range(6)]
+    for number, chain in enumerate(chains):
+        serve(policy, chain)
+        for other in range(max(8, 128 >> number)):
+            policy.asked([f"not stored {number} {other}"], 0)
+    newcomers = [f"new-{block}" for block in range(4)]
+    policy.asked(newcomers, 0)
+    first_used = [key for chain in chains for key in reversed(chain)]
+    assert policy.make_room(4, newcomers, newcomers) == first_used[:4]
+    assert policy.evict(20, ()) == first_used[4:]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from kvpolicy.caching import returns as module
 from kvpolicy.caching.returns import FIT_EVERY, LEVELS, STARTS, Returns, Visit, best_rate
 
 
@@ -81,3 +84,48 @@ def test_rates_are_those_of_the_last_evaluation_whenever_they_are_asked_for() ->
     for _ in range(FIT_EVERY):
         late.visit({"a": 4})
     assert [late._rates["a"][level] for level in levels] != rates
+
+
+def test_before_anything_is_counted_the_rate_falls_with_age() -> None:
+    """Whatever the lengths of levels are: what was used last stays."""
+    nothing = Returns()
+    visit = Visit(0, {})
+    rates = []
+    for visit.level in range(LEVELS):
+        rates.append(nothing.rate(visit, "a"))
+    assert all(younger > older > 0.0 for younger, older in pairwise(rates))
+
+
+def test_the_first_counts_count_at_once() -> None:
+    """After twelve prompts, ten of which had what the second before them had."""
+    returns, visits = Returns(), list[Visit]()
+    for prompt in range(12):
+        if prompt >= 2:
+            returns.returned(visits[prompt - 2], "a", 4)
+        visits.append(returns.visit({"a": 4, "b": 4}))
+    assert returns.rate(visits[-1], "a") > 2 * returns.rate(visits[-1], "b")
+
+
+def test_later_prompts_change_rates_at_every_64th(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = list[int]()
+    monkeypatch.setattr(Returns, "_fit", lambda self: fits.append(self._prompts))
+    returns = Returns()
+    for _ in range(1000):
+        returns.visit({})
+    gaps = [later - earlier for earlier, later in pairwise(fits)]
+    assert fits[:8] == [1, 2, 3, 4, 5, 6, 7, 8] and gaps == sorted(gaps) and {*gaps[-8:]} == {FIT_EVERY}
+
+
+def test_with_many_counts_it_does_not_matter_what_was_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of all return after ten prompts. The other prior has the same share at every age, so that its rate rises at
+    first."""
+    rates = []
+    for prior in (module.PRIOR, (module.PRIOR_SHARE,) * LEVELS):
+        monkeypatch.setattr(module, "PRIOR", prior)
+        returns, visits = Returns(), list[Visit]()
+        for prompt in range(40 * FIT_EVERY):
+            if prompt >= 10:
+                returns.returned(visits[prompt - 10], "a", 20)
+            visits.append(returns.visit({"a": 40}))
+        rates.append([returns.rate(visits[-1 - age], "a") for age in (0, 5, 9)])
+    assert rates[0] == pytest.approx(rates[1], rel=0.001)
