@@ -257,7 +257,8 @@ def test_what_a_hint_holds_back_gets_its_room_where_copies_have_most_slots() -> 
 
 
 def test_the_block_before_a_new_one_is_not_evicted_for_it() -> None:
-    store = HostStore(2, ByCost(2))
+    """Not even where it is worth less than the other one, which was used last."""
+    store = HostStore(2, ByCost(2, lambda position: 100.0**position))
     places = serve(store, "ab", 10) + serve(store, "x", 20)
     store.lost([places[0], places[2]])
     assert store.leading(["a"]) == store.leading(["x"]) == 1
