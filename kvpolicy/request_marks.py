@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -53,6 +53,20 @@ class Hints:
 
 
 NO_HINTS = Hints()
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Whose hints count together: those of requests of one class and one ``cache_salt``, by which a gateway keeps the
+    KV of its tenants apart."""
+
+    class_name: str = DEFAULT_CLASS
+    salt: bytes = field(default=b"", repr=False)
+    """Differs where salts do; empty without one. In no text, as a salt is not for everybody to know."""
+
+
+ANYBODY = Client()
+"""All who name neither a class nor a salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +275,8 @@ class HintLimits:
     """Share of a tier's blocks, of all classes together."""
     class_share: float = 0.25
     """Share of a tier's blocks, of each class."""
+    client_share: float | None = None
+    """Share of a tier's blocks, of each :class:`Client`; None: as its class."""
 
     @classmethod
     def parse(cls, text: str) -> HintLimits:
@@ -283,14 +299,20 @@ class HintLimits:
         for option, share in (("share", limits.share), ("class", limits.class_share)):
             if not 0 < share <= MAX_SHARE:
                 raise _wrong_hints(text, f"has {option}={share:g}, should be a share above 0, up to {MAX_SHARE:g}")
-        return cls(limits.keep_s, limits.share, min(limits.share, limits.class_share))
+        of_class, of_client = min(limits.share, limits.class_share), limits.client_share
+        if of_client is not None and not 0 < of_client <= of_class:
+            raise _wrong_hints(
+                text, f"has client={of_client:g}, should be a share above 0, up to that of a class, {of_class:g}"
+            )
+        return replace(limits, class_share=of_class)
 
     @property
     def text(self) -> str:
         """A text that :meth:`parse` accepts for these limits."""
         if not self.keep_s:
             return "none"
-        return ",".join(f"{option}={getattr(self, field)!r}" for option, field in HINT_OPTIONS.items())
+        given = {option: getattr(self, field) for option, field in HINT_OPTIONS.items()}
+        return ",".join(f"{option}={value!r}" for option, value in given.items() if value is not None)
 
     def grant(self, said: Hints) -> tuple[Hints, tuple[str, ...]]:
         """The hints with no longer time than is allowed, and the names of those that were said in vain.
@@ -307,12 +329,15 @@ class HintLimits:
 
 MAX_SHARE = 0.9
 """The largest share that hints may hold back: something has to be left to evict."""
-HINT_OPTIONS: Mapping[str, str] = {"keep": "keep_s", "share": "share", "class": "class_share"}
+HINT_OPTIONS: Mapping[str, str] = {
+    "keep": "keep_s", "share": "share", "class": "class_share", "client": "client_share"
+}  # fmt: skip
 """Options of the limits, by the field that each sets."""
-HINT_FORM = "keep=SECONDS,share=SHARE,class=SHARE"
+HINT_FORM = "keep=SECONDS,share=SHARE,class=SHARE,client=SHARE"
 HINT_HELP = (
     f"How much of the cached KV the hints of requests may hold back from eviction: {HINT_FORM}, for so long at most, "
-    "a share of all cached blocks, and of one class. none: nothing. Default: keep=600,share=0.5,class=0.25."
+    "a share of all cached blocks, of one class, and of one class and cache_salt. none: nothing. Default: "
+    "keep=600,share=0.5,class=0.25, and client as class."
 )
 
 

@@ -205,6 +205,9 @@ def test_limits_of_hints_are_read() -> None:
     limits = HintLimits.parse("keep=60, share=0.4,class=0.1")
     assert limits == HintLimits(60.0, 0.4, 0.1) == HintLimits.parse(limits.text)
     assert HintLimits.parse("share=0.1") == HintLimits(600.0, 0.1, 0.1), "a class has no more than all have"
+    limits = HintLimits.parse("class=0.2,client=0.05")
+    assert limits == HintLimits(600.0, 0.5, 0.2, 0.05) == HintLimits.parse(limits.text)
+    assert limits.text == "keep=600.0,share=0.5,class=0.2,client=0.05"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,12 @@ def test_limits_of_hints_are_read() -> None:
         ("share=1", "has share=1, should be a share above 0, up to 0.9"),
         ("class=0", "has class=0, should be a share"),
         ("share=nan", "should be a share"),
-        ("pin=1", "has 'pin=1'; the options are keep, share, class"),
+        ("pin=1", "has 'pin=1'; the options are keep, share, class, client, each"),
+        ("client=0", "has client=0, should be a share above 0, up to that of a class, 0.25"),
+        ("class=0.1,client=0.2", "has client=0.2, should be a share above 0, up to that of a class, 0.1"),
+        ("share=0.1,client=0.2", "has client=0.2, should be a share above 0, up to that of a class, 0.1"),
+        ("client=nan", "has client=nan, should be a share"),
+        ("client=x", "has 'client=x', should be a number"),
         ("keep=1,keep=2", "each at most once"),
     ],
 )

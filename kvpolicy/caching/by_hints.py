@@ -7,12 +7,12 @@ the other policy in between. A tier calls it, with the hints that :mod:`kvpolicy
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from heapq import heapify, heappop, heappush
 
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
-from kvpolicy.request_marks import DEFAULT_CLASS, HintLimits, Hints
+from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
 
 STALE = 4
 """Entries of a heap per entry in use at which outdated ones are removed."""
@@ -30,14 +30,14 @@ class HintCounts:
     held: int = 0
     """Held back from eviction, or held back for longer."""
     refused: int = 0
-    """Not held back, since all classes together hold as much as they may."""
+    """Not held back, since as much is held as may be, and nothing that would make room for it."""
     displaced: int = 0
-    """Held back no longer, since their class asked for others and holds as much as it may."""
+    """Held back no longer, since their client or class asked for others and holds as much as it may."""
     released: int = 0
     """To be evicted first: of a request that is not repeated, or of a session that is over."""
 
 
-EVENTS = tuple(field.name for field in fields(HintCounts))
+EVENTS = tuple(one.name for one in fields(HintCounts))
 """What may become of the hints about a block."""
 
 
@@ -46,22 +46,76 @@ class Hold:
     """A block that is held back from eviction."""
 
     until_s: float
-    class_name: str
+    client: Client
     number: int
-    """Of its entry in the class's heap."""
+    """Of its entries in the heaps of its client and of its class."""
     is_pin: bool
     """Whether it is of a shared prefix, which outlasts the sessions that use it."""
 
 
-class Holds:
-    """Blocks held back from eviction, each until a time and for a class: ``most`` in all, ``each`` of a class."""
+@dataclass(slots=True)
+class Held:
+    """What is held for one client, or for one class."""
 
-    def __init__(self, most: int, each: int, counts: HintCounts) -> None:
-        self._most, self._each, self._counts = most, each, counts
+    blocks: int = 0
+    heap: list[Time] = field(default_factory=list)
+    """The hold that ends first on top, among others that are outdated."""
+
+
+class Holders:
+    """The clients, or the classes, for which blocks are held: at most ``each`` for one of them. ``is_valid``: whether
+    an entry of a heap is not outdated."""
+
+    def __init__(self, each: int, is_valid: Callable[[Time], bool]) -> None:
+        self._each, self._is_valid = each, is_valid
+        self._held: dict[Hashable, Held] = {}
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """Those that there are now; some may be removed meanwhile."""
+        return iter([*self._held])
+
+    def is_full(self, holder: Hashable) -> bool:
+        held = self._held.get(holder)
+        return (0 if held is None else held.blocks) >= self._each
+
+    def first(self, holder: Hashable) -> Time | None:
+        """The hold that ends first; None where there is none."""
+        held = self._held.get(holder)
+        heap = [] if held is None else held.heap
+        while heap and not self._is_valid(heap[0]):
+            heappop(heap)
+        return heap[0] if heap else None
+
+    def add(self, holder: Hashable, entry: Time, is_new: bool) -> None:
+        """A block is held for it from now on, or, where it is not new, until another time."""
+        held = self._held.get(holder)
+        if held is None:
+            held = self._held[holder] = Held()
+        if is_new:
+            held.blocks += 1
+        heappush(held.heap, entry)
+        if len(held.heap) > STALE * max(held.blocks, 16):
+            held.heap = [one for one in held.heap if self._is_valid(one)]
+            heapify(held.heap)
+
+    def remove(self, holder: Hashable) -> None:
+        """One block less is held for it."""
+        held = self._held[holder]
+        held.blocks -= 1
+        if not held.blocks:
+            del self._held[holder]
+
+
+class Holds:
+    """Blocks held back from eviction, each until a time and for a client: ``most`` in all, ``of_class`` for the clients
+    of a class together, and ``of_client`` for each of these."""
+
+    def __init__(self, most: int, of_class: int, of_client: int, counts: HintCounts) -> None:
+        self._most, self._counts = most, counts
         self._of: dict[Key, Hold] = {}
-        self._held_by: dict[str, int] = {}
-        self._heaps: dict[str, list[Time]] = {}
-        """Of each class, the hold that ends first on top."""
+        self.classes = Holders(of_class, self._is_valid)
+        self.clients = Holders(of_client, self._is_valid) if of_client < of_class else None
+        """None where their class bounds them as much."""
         self._number = 0
 
     def __contains__(self, key: object) -> bool:
@@ -70,81 +124,71 @@ class Holds:
     def __len__(self) -> int:
         return len(self._of)
 
-    def of_class(self, name: str) -> int:
-        return self._held_by.get(name, 0)
-
     def is_pinned(self, key: Key) -> bool:
         hold = self._of.get(key)
         return hold is not None and hold.is_pin
 
-    def add(self, keys: Sequence[Key], until_s: float, name: str, pins: int) -> None:
+    def add(self, keys: Sequence[Key], until_s: float, client: Client, pins: int) -> None:
         """Hold these blocks, the leading ones of a window, until then, the first ``pins`` of them as pins. A hold is
         only ever extended.
 
-        Where the class has no room left, its holds that end first are dropped, never those of the same window; what
-        exceeds the room of the class or of all classes is not held.
+        Where the client has no room left, its holds that end first are dropped, and where its class has none, or all
+        together, those of the class; never those of the same window. What exceeds the room even so is not held.
         """
         own = frozenset(keys)
         for position, key in enumerate(keys):
             before, is_pin = self._of.get(key), position < pins
             if before is not None and before.until_s >= until_s and before.is_pin >= is_pin:
                 continue
-            if before is None and not self._has_room(name, until_s, own):
+            if before is None and not self._has_room(client, until_s, own):
                 self._counts.refused += len(keys) - position
                 return
             if before is None:
-                self._set(key, position, until_s, name, is_pin)
-            else:  # it still counts for the class that held it before: the place is taken already
-                self._set(key, position, max(until_s, before.until_s), before.class_name, is_pin or before.is_pin)
+                self._set(key, position, until_s, client, is_pin)
+            else:  # it still counts for the client that held it before: the place is taken already
+                self._set(key, position, max(until_s, before.until_s), before.client, is_pin or before.is_pin)
 
-    def _has_room(self, name: str, until_s: float, own: Container[Key]) -> bool:
-        if self.of_class(name) < self._each and len(self._of) < self._most:
+    def _has_room(self, client: Client, until_s: float, own: Container[Key]) -> bool:
+        if self.clients is not None and self.clients.is_full(client):
+            first = self.clients.first(client)
+        elif self.classes.is_full(client.class_name) or len(self._of) >= self._most:
+            first = self.classes.first(client.class_name)
+        else:
             return True
-        heap = self._valid_heap(name)
-        if not heap or heap[0][0] > until_s or heap[0][3] in own:
+        if first is None or first[0] > until_s or first[3] in own:
             return False
-        self.drop(heap[0][3])
+        self.drop(first[3])
         self._counts.displaced += 1
         return True
 
-    def _set(self, key: Key, position: int, until_s: float, name: str, is_pin: bool) -> None:
-        if key not in self._of:
-            self._held_by[name] = self.of_class(name) + 1
+    def _set(self, key: Key, position: int, until_s: float, client: Client, is_pin: bool) -> None:
+        is_new = key not in self._of
         self._number += 1
-        self._of[key] = Hold(until_s, name, self._number, is_pin)
-        heap = self._heaps.setdefault(name, [])
-        heappush(heap, (until_s, -position, self._number, key))
-        if len(heap) > STALE * max(self._held_by[name], 16):
-            heap[:] = [entry for entry in heap if self._is_valid(entry)]
-            heapify(heap)
+        self._of[key] = Hold(until_s, client, self._number, is_pin)
+        entry = until_s, -position, self._number, key
+        self.classes.add(client.class_name, entry, is_new)
+        if self.clients is not None:
+            self.clients.add(client, entry, is_new)
         self._counts.held += 1
 
     def _is_valid(self, entry: Time) -> bool:
         found = self._of.get(entry[3])
         return found is not None and found.number == entry[2]
 
-    def _valid_heap(self, name: str) -> list[Time]:
-        """The class's heap, with a hold on top that is not outdated."""
-        heap = self._heaps.get(name, [])
-        while heap and not self._is_valid(heap[0]):
-            heappop(heap)
-        return heap
-
     def drop(self, key: Key) -> None:
         """Hold a block no longer."""
         found = self._of.pop(key, None)
         if found is None:
             return
-        name = found.class_name
-        self._held_by[name] -= 1
-        if not self._held_by[name]:
-            del self._held_by[name], self._heaps[name]
+        self.classes.remove(found.client.class_name)
+        if self.clients is not None:
+            self.clients.remove(found.client)
 
     def expire(self, now_s: float) -> None:
-        """Drop the holds whose time is over."""
-        for name in list(self._heaps):
-            while (heap := self._valid_heap(name)) and heap[0][0] <= now_s:
-                self.drop(heap[0][3])
+        """Drop the holds whose time is over. Goes by classes: there are few of them, and clients may be many."""
+        for name in self.classes:
+            while (first := self.classes.first(name)) is not None and first[0] <= now_s:
+                self.drop(first[3])
 
 
 class Hinted(CachingPolicy):
@@ -179,13 +223,16 @@ class Hinted(CachingPolicy):
         """The block before each one that is there."""
         self._children: dict[Key, int] = {}
         """Number of blocks there that continue a block."""
-        self._sessions: OrderedDict[tuple[str, str], Chain] = OrderedDict()
-        """Each session's latest window, by class and name."""
+        self._sessions: OrderedDict[tuple[Client, str], Chain] = OrderedDict()
+        """Each session's latest window, by client and name: nobody ends or replaces a session of another client."""
         self._session_blocks = 0
 
     def _no_holds(self) -> Holds:
-        share, of_class = (int(part * self.capacity) for part in (self.limits.share, self.limits.class_share))
-        return Holds(share, of_class, self.counts)
+        limits = self.limits
+        of_client = limits.class_share if limits.client_share is None else limits.client_share
+        shares = limits.share, limits.class_share, of_client
+        most, of_class, of_client = (int(share * self.capacity) for share in shares)
+        return Holds(most, of_class, of_client, self.counts)
 
     def __contains__(self, key: Key) -> bool:
         return key in self.inner
@@ -217,20 +264,20 @@ class Hinted(CachingPolicy):
     def _pinned(self, hints: Hints) -> int:
         return hints.pin_tokens // self._block_tokens
 
-    def hinted(self, chain: Chain, hints: Hints, class_name: str = DEFAULT_CLASS) -> None:
-        """A request whose window is ``chain`` came with these hints, granted to this class."""
+    def hinted(self, chain: Chain, hints: Hints, client: Client = ANYBODY) -> None:
+        """A request whose window is ``chain`` came with these hints, granted to this client."""
         now_s = self._clock()
         self._holds.expire(now_s)
         pinned = min(self._pinned(hints), len(chain))
         if hints.session is not None:
-            self._follow((class_name, hints.session), chain, hints.ended)
+            self._follow((client, hints.session), chain, hints.ended)
         if hints.once:
             self._release([key for key in chain[pinned:] if key not in self])
         elif hints.ended:
             self._release(self._private(chain, pinned))
         until_s = now_s + (self.limits.keep_s if hints.keep_s is None else min(hints.keep_s, self.limits.keep_s))
         only_pins = hints.once or hints.ended or hints.keep_s is None
-        self._hold(chain[:pinned] if only_pins else chain, until_s, class_name, pinned)
+        self._hold(chain[:pinned] if only_pins else chain, until_s, client, pinned)
 
     def forget_hints(self) -> None:
         """Nobody will ask for a block again that hints have named so far, as after a change of weights: none is held
@@ -240,10 +287,10 @@ class Hinted(CachingPolicy):
         self._sessions.clear()
         self._session_blocks = 0
 
-    def _hold(self, keys: Sequence[Key], until_s: float, class_name: str, pins: int) -> None:
+    def _hold(self, keys: Sequence[Key], until_s: float, client: Client, pins: int) -> None:
         self._want(keys)
         if keys and until_s > self._clock():
-            self._holds.add(keys, until_s, class_name, pins)
+            self._holds.add(keys, until_s, client, pins)
 
     def _want(self, keys: Sequence[Key]) -> None:
         """Evict these blocks first no longer."""
@@ -275,7 +322,7 @@ class Hinted(CachingPolicy):
             at -= 1
         return list(chain[at:])
 
-    def _follow(self, session: tuple[str, str], chain: Chain, ended: bool) -> None:
+    def _follow(self, session: tuple[Client, str], chain: Chain, ended: bool) -> None:
         """Remember the session's window. Release what the window before has beyond it, or all of it at the end."""
         before = self._sessions.pop(session, ())
         self._session_blocks -= len(before)

@@ -10,7 +10,7 @@ from kvpolicy.caching.base import CachingPolicy, Chain
 from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.tree import Node, Tree
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, Protected, rank_of
-from kvpolicy.request_marks import Hints
+from kvpolicy.request_marks import Client, Hints
 
 
 class HostStore:
@@ -105,11 +105,11 @@ class HostStore:
         if self.cache is not None and chain:
             self.cache.asked(chain, self.leading(chain))
 
-    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
-        """A request with this window, keys of full blocks, came with hints, granted to this class. Without effect
+    def hinted(self, chain: Chain, hints: Hints, client: Client) -> None:
+        """A request with this window, keys of full blocks, came with hints, granted to this client. Without effect
         where the caching policy heeds none."""
         if isinstance(self.cache, Hinted) and hints:
-            self.cache.hinted(chain, hints, class_name)
+            self.cache.hinted(chain, hints, client)
 
     def wanted(self, chain: Chain, hints: Hints) -> int:
         """Number of leading blocks of a window that are worth storing by these hints."""

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.request_marks import Hints
+from kvpolicy.request_marks import Client, Hints
 
 Key = bytes
 Chain = Sequence[Key]
@@ -105,8 +105,8 @@ class LastingTier(Tier, Protocol):
     def reprice(self, price: Callable[[int], float]) -> None:
         """What a block saves, by its position in the prompt, from now on."""
 
-    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
-        """A request with this window came with hints, granted to this class, as
+    def hinted(self, chain: Chain, hints: Hints, client: Client) -> None:
+        """A request with this window came with hints, granted to this client, as
         :meth:`kvpolicy.caching.Hinted.hinted` has it: after :meth:`asked` for a new one, and once more when it has
         ended."""
 

@@ -22,7 +22,7 @@ from kvpolicy.caching import ByCost, CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import guarded
 from kvpolicy.errors import InputError
-from kvpolicy.request_marks import HintLimits, Hints
+from kvpolicy.request_marks import Client, HintLimits, Hints
 from kvpolicy.tiers.base import Chain, Finished, Key, Kind, Pieces, Usage
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
 from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, Damaged, digest_of_key
@@ -157,11 +157,11 @@ class FileTier:
         if isinstance(policy, ByCost):
             policy.reprice(price)
 
-    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
+    def hinted(self, chain: Chain, hints: Hints, client: Client) -> None:
         """See :meth:`kvpolicy.tiers.LastingTier.hinted`; without effect where the tier was opened without limits."""
         self._settle()
         if isinstance(self._policy, Hinted):
-            self._policy.hinted([digest_of_key(key) for key in chain], hints, class_name)
+            self._policy.hinted([digest_of_key(key) for key in chain], hints, client)
 
     def forget_hints(self) -> None:
         if isinstance(self._policy, Hinted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
 from kvpolicy.caching.by_hints import REMEMBERED, STALE
-from kvpolicy.request_marks import ALL_TOKENS, NO_HINTS, HintLimits, Hints
+from kvpolicy.request_marks import ALL_TOKENS, ANYBODY, NO_HINTS, Client, HintLimits, Hints
 from tests.caching.reluctant import Reluctant
 
 BLOCK = 16
@@ -24,16 +25,18 @@ class Clock:
         return self.now_s
 
 
-def hinted(capacity: int = 8, share: float = 0.5, each: float = 0.5) -> tuple[Hinted, Clock]:
+def hinted(
+    capacity: int = 8, share: float = 0.5, each: float = 0.5, client: float | None = None
+) -> tuple[Hinted, Clock]:
     clock = Clock()
-    return Hinted(Lru(capacity), clock, BLOCK, HintLimits(600.0, share, each)), clock
+    return Hinted(Lru(capacity), clock, BLOCK, HintLimits(600.0, share, each, client)), clock
 
 
-def serve(policy: Hinted, chain: Sequence[str], hints: Hints = NO_HINTS, name: str = "default") -> list[str]:
+def serve(policy: Hinted, chain: Sequence[str], hints: Hints = NO_HINTS, client: Client = ANYBODY) -> list[str]:
     """Ask for a window and store what is worth it; returns what was evicted."""
     policy.asked(chain, policy.hits(chain))
     if hints:
-        policy.hinted(chain, hints, name)
+        policy.hinted(chain, hints, client)
     missing = [position for position in range(policy.wanted(chain, hints)) if chain[position] not in policy]
     evicted = policy.evict(max(0, len(policy) + len(missing) - policy.capacity), frozenset(chain))
     policy.stored(chain, missing[: policy.capacity - len(policy)])
@@ -72,11 +75,11 @@ def test_what_was_pinned_is_needed_until_its_time_is_over() -> None:
 
 def test_a_pin_of_the_whole_prompt_is_cut_to_the_share_of_its_class() -> None:
     policy, _ = hinted(12, share=0.5, each=0.25)
-    serve(policy, "abcdef", Hints(pin_tokens=ALL_TOKENS), "one")
+    serve(policy, "abcdef", Hints(pin_tokens=ALL_TOKENS), Client("one"))
     assert policy.held_blocks == 3 and policy.counts.refused == 3
-    serve(policy, "uvwxyz", Hints(pin_tokens=ALL_TOKENS), "two")
+    serve(policy, "uvwxyz", Hints(pin_tokens=ALL_TOKENS), Client("two"))
     assert policy.held_blocks == 6
-    serve(policy, "mn", Hints(pin_tokens=ALL_TOKENS), "three")
+    serve(policy, "mn", Hints(pin_tokens=ALL_TOKENS), Client("three"))
     assert policy.held_blocks == 6 and policy.hits("abc") == 3 and policy.hits("uvw") == 3
 
 
@@ -89,6 +92,52 @@ def test_of_a_class_the_holds_that_end_first_make_room() -> None:
     assert set(policy.evict(8, ())) == {"c", "d"}, "the end of the older window"
     serve(policy, "z", Hints(keep_s=1.0))
     assert policy.hits("xy") == 2 and policy.counts.refused == 1, "a shorter hold does not displace a longer one"
+
+
+ANNE, BEN = Client("chat", b"anne"), Client("chat", b"ben")
+
+
+def test_a_client_holds_no_more_than_its_share_beside_others_of_its_class() -> None:
+    policy, _ = hinted(12, share=0.75, each=0.5, client=0.25)
+    serve(policy, "abcd", Hints(pin_tokens=ALL_TOKENS), ANNE)
+    assert policy.held_blocks == 3 and policy.counts.refused == 1
+    serve(policy, "uvwx", Hints(pin_tokens=ALL_TOKENS), BEN)
+    assert policy.held_blocks == 6 and policy.counts.displaced == 0
+    serve(policy, "mnop", Hints(pin_tokens=ALL_TOKENS), Client("batch", b"anne"))
+    assert policy.held_blocks == 9, "with the same salt in another class it is another client"
+    assert policy.hits("abc") == policy.hits("uvw") == policy.hits("mno") == 3
+
+
+def test_of_a_client_its_own_holds_make_room_though_others_end_before_them() -> None:
+    policy, clock = hinted(12, share=0.5, each=0.5, client=0.25)
+    serve(policy, "xy", Hints(keep_s=50.0), BEN)
+    serve(policy, "abc", Hints(keep_s=100.0), ANNE)
+    clock.now_s = 1.0
+    serve(policy, "mn", Hints(keep_s=100.0), ANNE)
+    assert policy.held("abcmnxy") == {*"amnxy"} and policy.counts.displaced == 2
+
+
+def test_of_a_class_without_room_the_holds_that_end_first_make_it_whoever_has_them() -> None:
+    """Who invents salts is many clients, and still one class."""
+    policy, clock = hinted(16, share=0.75, each=0.5, client=0.25)
+    serve(policy, "wxyz", Hints(keep_s=100.0), Client("batch"))
+    for salt, chain in enumerate(("abcd", "efgh", "ijkl")):
+        clock.now_s += 1.0
+        serve(policy, chain, Hints(keep_s=100.0), Client("chat", b"%d" % salt))
+    assert policy.held("abcdefghijklwxyz") == {*"efghijklwxyz"} and policy.counts.displaced == 4
+
+
+def test_nobody_ends_or_replaces_a_session_of_another_salt() -> None:
+    policy, _ = hinted(12, share=0.9, each=0.9)
+    serve(policy, "abcd", Hints(keep_s=100.0, session="s"), ANNE)
+    serve(policy, "q", Hints(session="s", ended=True), BEN)
+    serve(policy, "xy", Hints(keep_s=100.0, session="s"), BEN)
+    serve(policy, "q", Hints(session="s", ended=True), Client("chat"))
+    assert policy.held("abcdxy") == {*"abcdxy"}
+    serve(policy, "abc", Hints(keep_s=100.0, session="s"), ANNE)
+    assert policy.held("abcdxy") == {*"abcxy"} and policy.evict(1, ()) == ["d"], "her own window takes its place"
+    serve(policy, "q", Hints(session="s", ended=True), ANNE)
+    assert policy.held("abcdxy") == {*"xy"}
 
 
 def test_what_is_not_repeated_is_not_stored_and_what_was_goes_first() -> None:
@@ -126,10 +175,10 @@ def test_the_end_of_a_session_frees_what_no_other_window_shares() -> None:
 def test_a_session_may_be_ended_by_another_prompt() -> None:
     """A client need not send the whole window to say that it is over; nobody else's session is touched."""
     policy, _ = hinted(8, share=0.9, each=0.9)
-    serve(policy, "abcd", Hints(keep_s=100.0, session="s"), "one")
-    serve(policy, "q", Hints(session="s", ended=True), "two")
+    serve(policy, "abcd", Hints(keep_s=100.0, session="s"), Client("one"))
+    serve(policy, "q", Hints(session="s", ended=True), Client("two"))
     assert policy.held_blocks == 4
-    serve(policy, "q", Hints(session="s", ended=True), "one")
+    serve(policy, "q", Hints(session="s", ended=True), Client("one"))
     assert policy.held_blocks == 0 and policy.evict(2, ()) == ["d", "c"]
 
 
@@ -166,12 +215,14 @@ def test_a_block_that_another_window_continues_stays_though_ones_own_next_one_is
 
 
 def test_memory_is_bounded_however_often_a_hint_is_repeated() -> None:
-    policy, clock = hinted()
+    policy, clock = hinted(12, client=0.4)
     serve(policy, "a", Hints(keep_s=600.0))  # it ends before all that are extended, which stay below it in the heap
     for _ in range(500):
         clock.now_s += 1.0
         serve(policy, "xyz", Hints(keep_s=600.0, session="s"))
-    assert policy.held_blocks == 4 and all(len(heap) <= STALE * 16 + 1 for heap in policy._holds._heaps.values())
+    assert policy.held_blocks == 4
+    for holders in (policy._holds.classes, policy._holds.clients):
+        assert holders is not None and all(len(held.heap) <= STALE * 16 + 1 for held in holders._held.values())
 
 
 def test_hints_that_are_forgotten_hold_no_block_and_take_no_share() -> None:
@@ -193,7 +244,8 @@ def test_without_a_share_nothing_is_held() -> None:
     assert policy.held_blocks == 0 and policy.evict(2, ()) == ["b", "a"]
 
 
-LIMITS = HintLimits(50.0, 0.6, 0.4)
+LIMITS = HintLimits(50.0, 0.6, 0.4, 0.25)
+CLIENTS = Client("one"), Client("one", b"a"), Client("one", b"b"), Client("two", b"a"), Client("three")
 PATHS = st.text("ab", min_size=1, max_size=6)
 HINTS = st.builds(
     Hints,
@@ -204,10 +256,7 @@ HINTS = st.builds(
     st.booleans(),
 )
 STEPS = st.lists(
-    st.tuples(
-        PATHS, HINTS | st.just(NO_HINTS), st.sampled_from(("one", "two", "three")), st.floats(0, 30), st.booleans()
-    ),
-    max_size=60,
+    st.tuples(PATHS, HINTS | st.just(NO_HINTS), st.sampled_from(CLIENTS), st.floats(0, 30), st.booleans()), max_size=60
 )
 
 
@@ -215,18 +264,18 @@ STEPS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS)
 def test_over_any_policy(
-    kind: Callable[[int], CachingPolicy], steps: list[tuple[str, Hints, str, float, bool]]
+    kind: Callable[[int], CachingPolicy], steps: list[tuple[str, Hints, Client, float, bool]]
 ) -> None:
     """The capacity holds, whoever is protected or held back stays, holds are within their bounds and end with their
     time, and memory is bounded."""
     clock = Clock()
     policy = Hinted(kind(8), clock, BLOCK, LIMITS)
     there: set[str] = set()
-    for path, hints, name, pause_s, is_lost in steps:
+    for path, hints, client, pause_s, is_lost in steps:
         clock.now_s += pause_s
         chain = [path[:length] for length in range(1, len(path) + 1)]
         policy.asked(chain, policy.hits(chain))
-        policy.hinted(chain, hints, name)
+        policy.hinted(chain, hints, client)
         held = {key for key in there if key in policy._holds}
         assert all(policy._holds._of[key].until_s > clock.now_s for key in policy._holds._of)
         missing = [position for position in range(policy.wanted(chain, hints)) if chain[position] not in policy]
@@ -241,25 +290,41 @@ def test_over_any_policy(
             there.remove(min(there))
         check_bounds(policy, there)
     clock.now_s += LIMITS.keep_s
-    assert policy.held_blocks == 0 and not policy._holds._heaps
+    assert policy.held_blocks == 0
+    assert policy._holds.clients is not None and not policy._holds.classes._held and not policy._holds.clients._held
     assert set(policy.evict(8, ())) == there and not policy._first and not policy._parent and not policy._children
 
 
 def check_bounds(policy: Hinted, there: set[str]) -> None:
     holds = policy._holds
-    assert len(holds) <= 4 and all(holds.of_class(name) <= 3 for name in ("one", "two", "three"))
-    assert sum(holds._held_by.values()) == len(holds)
-    assert all(len(heap) <= STALE * 16 + 1 for heap in holds._heaps.values())
+    assert len(holds) <= 4
+    for holders, each in ((holds.classes, 3), (holds.clients, 2)):
+        assert holders is not None and sum(held.blocks for held in holders._held.values()) == len(holds)
+        for held in holders._held.values():
+            assert 0 < held.blocks <= each and len(held.heap) <= STALE * 16 + 1
     assert set(policy._first) <= there and not set(policy._first) & set(holds._of)
     assert len(policy._unwanted) <= policy.capacity and set(policy._parent) == there
     assert policy._session_blocks == sum(map(len, policy._sessions.values())) <= REMEMBERED * policy.capacity
 
 
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS)
+def test_without_a_share_of_clients_salts_change_no_hold(
+    steps: list[tuple[str, Hints, Client, float, bool]],
+) -> None:
+    (salted, salted_clock), (plain, plain_clock) = hinted(8, 0.6, 0.4), hinted(8, 0.6, 0.4)
+    for path, hints, client, pause_s, _ in steps:
+        salted_clock.now_s = plain_clock.now_s = plain_clock.now_s + pause_s
+        chain, hints = [path[:length] for length in range(1, len(path) + 1)], replace(hints, session=None)
+        assert serve(salted, chain, hints, client) == serve(plain, chain, hints, Client(client.class_name))
+        assert salted.counts == plain.counts and salted.held_blocks == plain.held_blocks
+
+
 def test_newcomers_have_the_room_that_the_other_policy_gives_up_and_what_goes_first() -> None:
     policy = Hinted(Reluctant(6), Clock(), BLOCK, HintLimits(600.0, 0.5, 0.5))
     serve(policy, "uvwxyz")
-    policy.hinted("abc", Hints(pin_tokens=2 * BLOCK), "default")
+    policy.hinted("abc", Hints(pin_tokens=2 * BLOCK), ANYBODY)
     assert policy.held("abc") == {"a", "b"}
     assert policy.make_room(1, frozenset("abc"), ["c"]) == []
-    policy.hinted("uvwxyz", Hints(ended=True), "default")
+    policy.hinted("uvwxyz", Hints(ended=True), ANYBODY)
     assert policy.make_room(1, frozenset("abc"), ["c"]) == ["z"]

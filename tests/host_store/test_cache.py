@@ -12,7 +12,7 @@ import pytest
 from kvpolicy.caching import KINDS, ByCost, Hinted, Lru
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
-from kvpolicy.request_marks import HintLimits, Hints
+from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
 from tests.caching.reluctant import Reluctant
 
 
@@ -198,7 +198,7 @@ def with_hints(slots: int) -> HostStore:
 
 def pin(store: HostStore, text: str, first_place: int) -> list[int]:
     """A request whose prompt is pinned comes, is computed at places from the first one on, and ends."""
-    store.hinted(chain(text), Hints(pin_tokens=len(text)), "default")
+    store.hinted(chain(text), Hints(pin_tokens=len(text)), ANYBODY)
     return serve(store, text, first_place)
 
 
@@ -364,7 +364,7 @@ class Device:
             drawn.choice((None, 3.0, 50.0)), drawn.random() < 0.2, drawn.choice((0, 0, 1, 3)),
             drawn.choice((None, "s", "t")), drawn.random() < 0.2,
         )  # fmt: skip
-        self.store.hinted(blocks, said, drawn.choice(("default", "chat")))
+        self.store.hinted(blocks, said, drawn.choice((ANYBODY, Client("chat", b"salt"))))
 
     def preempt(self, blocks: Sequence[str], places: list[int]) -> None:
         """It is not at its end, after all: a copy of it is made, with a partial block."""

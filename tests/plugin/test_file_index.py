@@ -10,13 +10,14 @@ import pytest
 from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.host_store.copy_queues import RECENT_COPIES
-from kvpolicy.request_marks import HintLimits, Hints
+from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
 from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 SLOTS = 16
 CHAIN = [b"a", b"b", b"c"]
+CHAT = Client("chat", b"salt")
 
 
 class Core:
@@ -113,15 +114,15 @@ def test_what_is_not_worth_a_load_is_not_stored() -> None:
 def test_workers_hear_what_requests_say_of_their_windows() -> None:
     core = Core()
     said = Hints(60.0, session="s")
-    core.index.hinted(CHAIN, said, "chat")
-    core.index.hinted([], Hints(session="s", ended=True), "chat")
-    core.index.hinted([], Hints(once=True), "chat")
+    core.index.hinted(CHAIN, said, CHAT)
+    core.index.hinted([], Hints(session="s", ended=True), CHAT)
+    core.index.hinted([], Hints(once=True), CHAT)
     _, events, _, _ = core.index.take_jobs()
     assert events == (
-        FileEvent(tuple(CHAIN), said, "chat"),
-        FileEvent((), Hints(session="s", ended=True), "chat"),
+        FileEvent(tuple(CHAIN), said, CHAT),
+        FileEvent((), Hints(session="s", ended=True), CHAT),
     )
-    core.index.hinted(CHAIN, said, "chat")
+    core.index.hinted(CHAIN, said, CHAT)
     core.index.forget()
     assert core.index.take_jobs() == (True, (), (), ()), "what was said is of other contents: it is to be forgotten"
     assert core.index.take_jobs() == (False, (), (), ())
@@ -197,7 +198,7 @@ def test_what_hints_hold_back_does_not_leave_host_memory_for_what_comes_from_fil
     core = Core(cache=Hinted(Lru(SLOTS), lambda: core.now, 1, HintLimits(600.0, 0.75, 0.75)))
     held = [*with_others(core, 0)[:12]]
     for other in held:
-        core.pool.hinted(other, Hints(600.0), "default")
+        core.pool.hinted(other, Hints(600.0), ANYBODY)
     copy, last = HostCopy(40), HostCopy(20)
     assert len(core.pool.add(copy, [(None, 1000 + number) for number in range(3)])) == 3
     assert core.index.fetch(LONGER, 0, 3)
@@ -389,10 +390,10 @@ def test_prompts_reach_the_policies_of_files_in_their_order_among_hints() -> Non
     core, ended = Core(), Hints(session="s", ended=True)
     core.index.arrived(CHAIN)
     core.index.arrived([])
-    core.index.hinted(CHAIN, ended, "chat")
+    core.index.hinted(CHAIN, ended, CHAT)
     core.index.arrived(CHAIN)
     prompt = FileEvent(tuple(CHAIN))
-    assert core.index.take_jobs()[1] == (prompt, FileEvent(tuple(CHAIN), ended, "chat"), prompt)
+    assert core.index.take_jobs()[1] == (prompt, FileEvent(tuple(CHAIN), ended, CHAT), prompt)
     assert core.index.take_jobs()[1] == ()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.request_marks import KEY, REASONS, Classes, HintLimits, Hints, Marks, as_said, granting
-from kvpolicy_vllm.plugin.marks import MarkReader
+from kvpolicy.request_marks import KEY, REASONS, Classes, Client, HintLimits, Hints, Marks, as_said, granting
+from kvpolicy_vllm.plugin.marks import MarkReader, client_of
 from kvpolicy_vllm.plugin.observers import Tally
 
 CLASSES = Classes.parse("chat:ttft=0.5")
@@ -124,3 +124,18 @@ def test_hints_about_kv_come_with_either_and_are_cut_to_what_is_granted() -> Non
 def test_a_simulation_grants_everything() -> None:
     marks = MarkReader(as_said, Tally())
     assert marks.of(request({"class": "my class", "tpot_s": 1e-6}, priority=-9)) == Marks("my class", -9, None, 1e-6)
+
+
+def test_a_client_is_a_class_and_a_salt_which_nothing_shows() -> None:
+    one, same, other, plain = (
+        client_of(request(cache_salt=salt), Marks("chat")) for salt in ("tenant-1", "tenant-1", "tenant-2", None)
+    )
+    assert one == same and one != other and plain == Client("chat") != one
+    assert client_of(request(cache_salt="tenant-1"), Marks("batch")) != one
+    assert repr(one) == "Client(class_name='chat')" and b"tenant" not in one.salt
+
+
+def test_whatever_vllm_takes_for_a_salt_makes_a_client() -> None:
+    """Versions before 0.29 take one of any length, as JSON has it."""
+    half, long = (client_of(request(cache_salt=salt), Marks()) for salt in ("\ud800", "x" * 10**6))
+    assert half != long and len(half.salt) == len(long.salt) == 16

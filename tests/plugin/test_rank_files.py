@@ -15,7 +15,7 @@ import torch
 from kvpolicy.caching import ByCost
 from kvpolicy.cost.block_price import sampled
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy.request_marks import HintLimits, Hints
+from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
 from kvpolicy.tiers import FileTier, LastingTier, Tier, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
@@ -92,12 +92,33 @@ def test_what_requests_say_of_their_windows_holds_their_files(tmp_path: Path) ->
         files.begin(StepJobs(number, file_events=(FileEvent(chain), *hints), file_stores=(job,)))
         reports(files)
 
-    store(window, FileEvent(window, Hints(60.0, session="s"), "default"))
+    store(window, FileEvent(window, Hints(60.0, session="s"), ANYBODY))
     for other in (b"x", b"y", b"z", b"w"):
         store((other, other + b"2"))
     assert tier.lookup(window) == 1, "hints of a class hold a quarter at most"
-    store((b"v",), FileEvent((), Hints(session="s", ended=True), "default"))
+    store((b"v",), FileEvent((), Hints(session="s", ended=True), ANYBODY))
     assert tier.lookup(window) == 0
+    files.close()
+
+
+def test_a_session_holds_its_files_when_a_client_of_another_salt_ends_one_of_its_name(tmp_path: Path) -> None:
+    tier = FileTier.open(
+        tmp_path, {"model": "a"}, BLOCK_BYTES, 4 * (2 * 4096), hints=HintLimits(class_share=0.5), block_tokens=16
+    )
+    device = copier()
+    device.save(Job(1, "r", (0, 1), (0, 1)))
+    files, window = RankFiles(tier, device), (b"a", b"b")
+    anne, ben = Client(salt=b"anne"), Client(salt=b"ben")
+    kept, ended = Hints(60.0, session="s"), Hints(session="s", ended=True)
+    found, number = [], 0
+    for event in (FileEvent(window, kept, anne), FileEvent((), ended, ben), FileEvent((), ended, anne)):
+        for chain in (window, (b"c", b"d")) if event.keys else ((b"e", b"f"), (b"g", b"h")):
+            number += 1
+            job = FileJob(number, chain, (0, 1), chain)
+            files.begin(StepJobs(number, file_events=(FileEvent(chain), event), file_stores=(job,)))
+            reports(files)
+        found.append(tier.lookup(window))
+    assert found == [2, 2, 0]
     files.close()
 
 
@@ -110,7 +131,7 @@ def test_after_a_reset_earlier_hints_hold_nothing_and_take_no_share(tmp_path: Pa
     files = RankFiles(tier, device)
 
     def store(number: int, chain: tuple[bytes, ...], keep_s: float | None = None, reset: bool = False) -> None:
-        events = [FileEvent(chain)] + [FileEvent(chain, Hints(keep_s), "default")] * (keep_s is not None)
+        events = [FileEvent(chain)] + [FileEvent(chain, Hints(keep_s), ANYBODY)] * (keep_s is not None)
         job = FileJob(number, chain, tuple(range(len(chain))), chain)
         files.begin(StepJobs(number, forget_hints=reset, file_events=tuple(events), file_stores=(job,)))
         reports(files)
@@ -130,7 +151,7 @@ def test_a_prompt_that_comes_again_as_its_session_ends_goes_first_no_longer(tmp_
     device = copier()
     device.save(Job(1, "r", (0, 1), (0, 1)))
     files = RankFiles(tier, device)
-    again = FileEvent((b"a",), Hints(session="s", ended=True), "default"), FileEvent((b"a",))
+    again = FileEvent((b"a",), Hints(session="s", ended=True), ANYBODY), FileEvent((b"a",))
     for number, (key, events) in enumerate([(b"a", ()), (b"b", ()), (b"c", again)], 1):
         job = FileJob(number, (key,), (0,), (key,))
         files.begin(StepJobs(number, file_events=(*events, FileEvent((key,))), file_stores=(job,)))

@@ -23,9 +23,9 @@ from kvpolicy_vllm.plugin.settings_line import KEYS, read_line, server_settings
             {"policy": "explore:models/mine,online=on,budget=2%", "host_gib": 8.0, "online_state": "/var/s"},
         ),
         (
-            " always-swap , hints=keep=60,share=0.5,class=0.1,cache=lru ,seed=3,shadow=on,pin_memory=off",
+            " always-swap , hints=keep=60,share=0.5,class=0.1,client=0.05,cache=lru ,seed=3,shadow=on,pin_memory=off",
             {
-                "policy": "always-swap", "hints": "keep=60,share=0.5,class=0.1", "cache": "lru", "seed": 3,
+                "policy": "always-swap", "hints": "keep=60,share=0.5,class=0.1,client=0.05", "cache": "lru", "seed": 3,
                 "shadow": True, "pin_memory": False,
             },
         ),

@@ -209,7 +209,7 @@ def hinted(seed: int, count: int = 60) -> Case:
     )  # fmt: skip
     made = tuple(replace(request, hints=rng.choice(said)) for request in case.work)
     assert case.server.cache is not None
-    limits = rng.choice((HintLimits(), HintLimits(0.5, 0.3, 0.2)))
+    limits = rng.choice((HintLimits(), HintLimits(0.5, 0.3, 0.2, 0.1)))
     server = replace(case.server, cache=replace(case.server.cache, hints=limits))
     if seed % 2:
         server = replace(server, scheduling="fcfs", order=order.load("python:tests.chats_first:ChatsFirst", True))

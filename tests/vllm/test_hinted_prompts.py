@@ -18,8 +18,8 @@ OTHER = [*range(300, 400)]
 """As long as PROMPT: six blocks of 16 tokens and a part of a seventh."""
 
 
-def hinted(served: Served, prompt: list[int], **hints: Any) -> Any:
-    request = served.request(prompt)
+def hinted(served: Served, prompt: list[int], cache_salt: str | None = None, **hints: Any) -> Any:
+    request = served.request(prompt, cache_salt=cache_salt)
     request.kv_transfer_params = {"kvpolicy": hints}
     return request
 
@@ -80,6 +80,32 @@ def test_nobody_holds_back_more_than_its_share(served: Served) -> None:
     fill_host(served)
     kept = sum(served.found(served.request([*range(at, at + 100)])) for at in range(0, 900, 100))
     assert 0 < kept <= pool.total // 4 * 16
+
+
+def test_a_session_outlasts_one_of_its_name_with_another_salt(served: Served) -> None:
+    served.serve(hinted(served, PROMPT, "anne", session="s", keep_s=500))
+    served.serve(hinted(served, OTHER, "ben", session="s"), hinted(served, OTHER, "ben", session="s", ended=True))
+    served.serve(hinted(served, OTHER, session="s", ended=True))
+    fill_host(served)
+    assert served.found(served.request([*PROMPT, 1], cache_salt="anne")) == 96
+    served.serve(hinted(served, OTHER, "anne", session="s", ended=True))
+    fill_host(served)
+    assert served.found(served.request([*PROMPT, 1], cache_salt="anne")) == 0
+
+
+def test_nobody_with_a_salt_holds_back_more_than_a_clients_share(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 121 blocks 30 are a class's and 6, as many as a prompt has, a client's."""
+    plugin = harness.plugin
+    limits = {"host_gib": 60.5 * BLOCK_BYTES / GIB, "hints": "client=0.05"}
+    monkeypatch.setattr(harness, "plugin", lambda policy, **extra: plugin(policy, **extra, **limits))
+    served = Served(model)
+    prompts = [[*range(first, first + 100)] for first in range(0, 400, 100)]
+    served.serve(hinted(served, prompts[0], "anne", keep_s=500))
+    for prompt in prompts[1:]:
+        served.serve(hinted(served, prompt, "ben", keep_s=500))
+    fill_host(served)
+    found = [served.found(served.request([*prompt, 1], cache_salt="ben")) for prompt in prompts]
+    assert found == [0, 0, 0, 96] and served.found(served.request([*prompts[0], 1], cache_salt="anne")) == 96
 
 
 def test_hints_that_cannot_be_read_are_counted_and_change_nothing(served: Served) -> None:

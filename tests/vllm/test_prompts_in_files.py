@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvpolicy.request_marks import Hints
+from kvpolicy.request_marks import Client, Hints
 from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.messages import FileEvent, FileReport, Transfers
 from tests.priced import Priced
@@ -138,12 +139,14 @@ def test_what_host_memory_would_leave_out_goes_to_files_where_that_pays(load_s: 
 
 def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_has_ended(model: str) -> None:
     served = WithFiles(model)
-    said = served.request(PROMPT)
+    said = served.request(PROMPT, cache_salt="tenant")
     said.kv_transfer_params = {"kvpolicy": {"keep_s": 60, "session": "s"}}
     served.serve(said, served.request([1, 2, 3]))
     first, last = served.worker.hints
     keys = tuple(map(served.controller.prompts._key_of, said.block_hashes))
-    assert first == last == FileEvent(keys, Hints(60.0, session="s"), "default") and len(keys) == 6
+    client = Client(salt=hashlib.blake2b(b"tenant", digest_size=16).digest())
+    assert first == last == FileEvent(keys, Hints(60.0, session="s"), client) and len(keys) == 6
+    assert "tenant" not in repr(first), "vLLM logs what a step sent to workers when one of them fails"
     assert served.worker.resets == 0
     served.controller.forget_saved()
     served.serve(served.request([1, 2, 3]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, RecentRate
-from kvpolicy.request_marks import Hints
+from kvpolicy.request_marks import Client, Hints
 from kvpolicy.tiers import digest_of_key
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
@@ -134,10 +134,10 @@ class FileIndex:
         if chain:
             self._events.append(FileEvent(self._salted(chain)))
 
-    def hinted(self, chain: Sequence[bytes], hints: Hints, class_name: str) -> None:
-        """A request with this window came with hints, granted to this class."""
+    def hinted(self, chain: Sequence[bytes], hints: Hints, client: Client) -> None:
+        """A request with this window came with hints, granted to this client."""
         if chain or hints.session is not None:
-            self._events.append(FileEvent(self._salted(chain), hints, class_name))
+            self._events.append(FileEvent(self._salted(chain), hints, client))
 
     def _salted(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """Keys as the workers know them."""

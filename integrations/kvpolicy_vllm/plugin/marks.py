@@ -5,11 +5,12 @@ Orders of service and traces ask for it; where neither is in use nothing is read
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpolicy.request_marks import KEY, NO_MARKS, REASONS, InvalidMarks, Marks, read_marks
+from kvpolicy.request_marks import KEY, NO_MARKS, REASONS, Client, InvalidMarks, Marks, read_marks
 from kvpolicy_vllm.plugin.observers import Tally
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -18,6 +19,18 @@ ACTION_VERSION = "1"
 """Version of the KV hint action that is read."""
 Grant = Callable[[Marks], tuple[Marks, tuple[str, ...]]]
 """Gives what a request is allowed to be, and names of what it claimed in vain."""
+
+
+def client_of(request: Any, marks: Marks) -> Client:
+    """Whose hints those of the request are, which was granted these marks.
+
+    Of its ``cache_salt`` only a digest goes on, to the workers too: it is short whatever a client sent.
+    """
+    salt = request.cache_salt
+    if not salt:
+        return Client(marks.class_name)
+    sent = salt.encode("utf-8", "surrogatepass")  # JSON may hold halves of surrogate pairs, which UTF-8 has not
+    return Client(marks.class_name, hashlib.blake2b(sent, digest_size=16).digest())
 
 
 class MarkReader:

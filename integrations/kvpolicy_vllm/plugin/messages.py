@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpolicy.events import Direction, Transfer
-from kvpolicy.request_marks import Hints
+from kvpolicy.request_marks import ANYBODY, Client, Hints
 
 __all__ = [
     "NO_REQUEST",
@@ -97,8 +97,8 @@ class FileEvent:
     """Of the blocks of its prompt or window."""
     hints: Hints | None = None
     """None where the request arrives with this prompt."""
-    class_name: str = ""
-    """The class that the hints are granted to."""
+    client: Client = ANYBODY
+    """The one that the hints are granted to."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy_vllm.plugin.file_index import FileIndex
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
-from kvpolicy_vllm.plugin.marks import MarkReader
+from kvpolicy_vllm.plugin.marks import MarkReader, client_of
 from kvpolicy_vllm.plugin.messages import StepJobs
 from kvpolicy_vllm.plugin.observers import Observers, Tally
 from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
@@ -149,9 +149,10 @@ class PromptCache:
             if not marks.hints:
                 return
             chain = self._keys(request, 0, len(request.block_hashes))
-            self._copies.pool.hinted(chain, marks.hints, marks.class_name)
+            client = client_of(request, marks)
+            self._copies.pool.hinted(chain, marks.hints, client)
             if self.files is not None:
-                self.files.hinted(chain, marks.hints, marks.class_name)
+                self.files.hinted(chain, marks.hints, client)
         # The boundary between clients and a server: a hint that cannot be heeded is none.
         except Exception:  # noqa: BLE001
             self._tally.add("hints_failed")

@@ -60,7 +60,7 @@ class RankFiles:
                 if event.hints is None:
                     self._tier.asked(event.keys)
                 else:
-                    self._tier.hinted(event.keys, event.hints, event.class_name)
+                    self._tier.hinted(event.keys, event.hints, event.client)
             for job in jobs.file_stores:
                 self._store(job)
             for job in jobs.file_loads:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Sequence
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching.base import Chain, Key
 from kvpolicy.caching.tree import reach_of
-from kvpolicy.request_marks import Hints
+from kvpolicy.request_marks import Client, Hints
 from kvpolicy.simulator.base import LowerTiers
 
 
@@ -55,10 +55,10 @@ class FileTier:
         """See :meth:`kvpolicy.caching.CachingPolicy.extended`."""
         self._policy.extended(chain, asked)
 
-    def hinted(self, chain: Chain, hints: Hints, class_name: str) -> None:
+    def hinted(self, chain: Chain, hints: Hints, client: Client) -> None:
         """See :meth:`kvpolicy.caching.Hinted.hinted`; without effect where the policy heeds none."""
         if isinstance(self._policy, Hinted):
-            self._policy.hinted(chain, hints, class_name)
+            self._policy.hinted(chain, hints, client)
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many of these blocks are in files, up to the first one that is not."""

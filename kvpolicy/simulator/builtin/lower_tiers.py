@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.cost.block_price import read_first
+from kvpolicy.request_marks import Client
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
@@ -38,9 +39,10 @@ class HintedPool(HostPool):
         """Let the policy know what the request says of its window, which has so many tokens."""
         if live.request.hints:
             chain = self._keys(live, tokens // self._server.block_size)
-            self._store.hinted(chain, live.request.hints, live.request.class_name)
+            client = Client(live.request.class_name)
+            self._store.hinted(chain, live.request.hints, client)
             if self._files is not None:
-                self._files.hinted(chain, live.request.hints, live.request.class_name)
+                self._files.hinted(chain, live.request.hints, client)
 
 
 MakeCaching = Callable[[int], CachingPolicy]

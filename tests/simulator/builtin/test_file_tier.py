@@ -10,7 +10,7 @@ from kvpolicy.caching import ByCost, Hinted
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.caching.tree import Tree
 from kvpolicy.prefix_hits import PrefixHits
-from kvpolicy.request_marks import HintLimits, Hints
+from kvpolicy.request_marks import ANYBODY, HintLimits, Hints
 from kvpolicy.simulator import LowerTiers
 from kvpolicy.simulator.builtin.blocks import pool_for
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
@@ -97,7 +97,7 @@ def test_a_window_that_is_to_be_kept_stays_in_files() -> None:
     def write(chain: str) -> None:
         files.now_s += 1.0
         files.asked(chain)
-        files.hinted(chain, Hints(keep_s=60.0) if chain == "ab" else Hints(), "default")
+        files.hinted(chain, Hints(keep_s=60.0) if chain == "ab" else Hints(), ANYBODY)
         for position in range(len(chain)):
             files.write(chain, position)
 
@@ -120,6 +120,26 @@ def test_files_hear_of_hints_as_host_memory_does() -> None:
     plain, held = (run(one, server) for one in (work, replace(work, requests=(kept, *work.requests[1:]))))
     assert plain.summary.prefix_hits.found_tokens == 0
     assert held.summary.prefix_hits.found_tokens == 80 > held.summary.prefix_hits.host_tokens
+
+
+@pytest.mark.parametrize(
+    ("names", "client", "found"),
+    [(("chat", "chat"), None, 4), (("chat", "batch"), None, 2 * 4), (("chat", "chat"), 0.2, 2)],
+    ids=["one class", "two classes", "one client"],
+)
+def test_a_class_holds_no_more_files_than_its_share_and_without_salts_it_is_one_client(
+    names: tuple[str, str], client: float | None, found: int
+) -> None:
+    """Two windows are kept. Of twelve files a class holds four."""
+    limits = HintLimits(share=0.8, class_share=0.4, client_share=client)
+    server = replace(SERVER, host_blocks=6, cache=replace(CACHE, file_blocks=12, file_queue_blocks=40, hints=limits))
+    work = talks(1, 2, 3, 4, 5, 6, 7, 1, 2)
+    kept = [
+        replace(request, hints=Hints(keep_s=60.0), class_name=name)
+        for request, name in zip(work.requests, names, strict=False)
+    ]
+    result = run(replace(work, requests=(*kept, *work.requests[2:])), server)
+    assert result.summary.prefix_hits.found_tokens == found * 16
 
 
 @pytest.mark.parametrize("latency_s", [0.001, 30.0], ids=["fast", "slow"])
