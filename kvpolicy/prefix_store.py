@@ -70,12 +70,14 @@ def warm(
     messages: Sequence[Mapping[str, Any]] | None = None,
     keep_s: float | None = None,
     class_name: str | None = None,
+    cache_salt: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Warmed:
     """Ask for one token behind a prompt, or messages, which the server then has cached and is asked to pin.
 
-    ``keep_s``: seconds for which it stays pinned; None: as long as the server grants. Raises InputError where the
-    server cannot be reached or refuses the request, and where both or neither of prompt and messages are given.
+    ``keep_s``: seconds for which it stays pinned; None: as long as the server grants. ``cache_salt``: only requests
+    with the same one find it; None: only those without. Raises InputError where the server cannot be reached or
+    refuses the request, and where both or neither of prompt and messages are given.
     """
     if (prompt is None) == (messages is None):
         raise InputError("a prompt or messages are to be stored: give one of the two")
@@ -87,6 +89,8 @@ def warm(
     base = url.rstrip("/").removesuffix("/v1")
     model = _served_model(f"{base}/v1/models")
     body: dict[str, Any] = {"model": model, "max_tokens": 1, "temperature": 0.0}
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
     if messages is None:
         path, body["prompt"] = "/v1/completions", prompt if isinstance(prompt, str) else list(prompt or ())
     else:

@@ -27,6 +27,15 @@ def test_a_prompt_is_stored_and_pinned() -> None:
     assert "40 tokens, of which 0 were cached; 40 were computed" in first.text() and "found 40 of them" in first.text()
 
 
+def test_whoever_has_the_salt_finds_it() -> None:
+    small, prompt = Small(), list(range(1, 41))
+    with serving(small) as url:
+        assert warm(url, prompt, cache_salt="tenant").found_after == 40
+        assert warm(url, prompt, cache_salt="tenant").found_before == 40
+        assert warm(url, prompt).found_before == 0
+    assert [body.get("cache_salt") for body in small.bodies] == ["tenant"] * 4 + [None] * 2
+
+
 def test_messages_end_where_they_do() -> None:
     small = Small()
     with serving(small) as url:

@@ -94,6 +94,9 @@ def warm(
         float | None, typer.Option(help="Seconds for which it stays pinned. Default: as long as the server grants.")
     ] = None,
     class_name: Annotated[str | None, typer.Option("--class", help="Class that the request claims.")] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="Salt of those who are to find it. Default: those without one.")
+    ] = None,
 ) -> Any:
     """Store a prefix on a server before anybody asks for it, and say what was stored and what it cost."""
     return prefix_store.warm(
@@ -102,6 +105,7 @@ def warm(
         None if messages is None else prefix_store.read_messages(messages),
         keep_s,
         class_name,
+        cache_salt,
     )
 
 
