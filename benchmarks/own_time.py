@@ -1,17 +1,18 @@
 """The plugin's own share of a step where one long prefix goes before many short texts, with prompts in host memory.
 
-    python benchmarks/own_time.py [--llm DIR] [--policy SPEC] [--rounds N] [--texts N] [--prefix-tokens N ...]
-        [--clock wall|cpu] [--json FILE]
+    python benchmarks/own_time.py [--llm DIR] [--policy SPEC] [--files-gib G] [--hints] [--rounds N] [--texts N]
+        [--prefix-tokens N ...] [--clock wall|cpu] [--json FILE]
 
 A real engine of vLLM on this machine, with `--cache cost`: texts of the lengths of tweets behind a prefix that is in
 the cache, two output tokens each, so many at the same time. Blocks on the device are few enough that texts of earlier
 rounds make room, and are saved. The clock is read whenever a call passes from vLLM to the plugin's scheduler, or to
 either side of its connector, and back (`own_time_engine.py`); what a method of the plugin has vLLM's own do is not
-counted. Reading the clock is.
+counted. Reading the clock is. ``--files-gib`` has files of that size below host memory, ``--hints`` says of every text
+that it is sent once and its prefix pinned.
 
 Per length of the prefix: the plugin's time over that of the engine's steps, a mean over rounds with its 95% interval
 (Student's); lengths alternate, in an order drawn anew in every round. Then the share by method that vLLM called. The
-plugin's background threads are not in it: they do nothing without files. `--clock cpu` takes the time of the engine's
+plugin's background threads are not in it, which write and read files. `--clock cpu` takes the time of the engine's
 one thread on the processor in place of the wall's, for a machine on which other work runs.
 
 Ends with status 1 where a mean is over the bar, 1% of the step.
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         made, on_cpu = made_llm(Path(scratch)) if options.llm is None else (options.llm, True)
-        runs = measure(str(made), on_cpu, options)
+        runs = measure(str(made), on_cpu, options, Path(scratch) / "files")
     rows = [row_of(tokens, runs[tokens]) for tokens in options.prefix_tokens]
     show(rows)
     if options.json:
@@ -59,6 +60,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--llm", type=Path, help="a model's folder; by default a Llama of 26 million parameters")
     parser.add_argument("--policy", default="always-swap", help="of the server; the cache stores by it, too")
+    parser.add_argument("--files-gib", type=float, default=0.0, help="0: no files below host memory")
+    parser.add_argument("--hints", action="store_true", help="texts say that they come once, behind a pinned prefix")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--texts", type=int, default=200, help="per round and length of the prefix")
     parser.add_argument("--prefix-tokens", type=int, nargs="+", default=[256, 1024])
@@ -77,10 +80,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure(llm: str, on_cpu: bool, options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
+def measure(llm: str, on_cpu: bool, options: argparse.Namespace, files: Path) -> dict[int, list[dict[str, Any]]]:
     """The runs by length of the prefix, in the order of rounds."""
     settings = Settings(llm, on_cpu, options.blocks, BLOCK_SIZE, CONTEXT_TOKENS, options.concurrency)
-    arm = Arm("cost", options.policy, extra=(("cache", "cost"),))
+    below = (("cache_files", str(files)), ("cache_files_gib", options.files_gib)) if options.files_gib else ()
+    arm = Arm("cost", options.policy, extra=(("cache", "cost"), *below))
     rng, lengths = random.Random(options.seed), options.prefix_tokens
     runs: dict[int, list[dict[str, Any]]] = {tokens: [] for tokens in lengths}
     with EngineProcess("own_time_engine") as engine:
@@ -88,7 +92,12 @@ def measure(llm: str, on_cpu: bool, options: argparse.Namespace) -> dict[int, li
         for round_ in range(options.rounds + 1):
             for tokens in rng.sample(lengths, len(lengths)):
                 seed = options.seed * 1000 + round_ * len(lengths) + lengths.index(tokens)
-                run = engine.ask({"do": "serve", "prefix_tokens": tokens, "texts": options.texts, "seed": seed})
+                run = engine.ask(
+                    {
+                        "do": "serve", "prefix_tokens": tokens, "texts": options.texts, "seed": seed,
+                        "hints": options.hints,
+                    }
+                )  # fmt: skip
                 if round_:  # the first one is for whatever happens only once
                     runs[tokens].append(run)
     return runs

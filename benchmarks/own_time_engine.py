@@ -2,7 +2,7 @@
 
 Jobs (see :mod:`kvpolicy_vllm.bench.engine_process`): ``{"do": "start", "engine": {...}, "clock": NAME}`` with the
 arguments of :class:`vllm.LLM` and one of :data:`CLOCKS`, then any number of ``{"do": "serve", "prefix_tokens": ...,
-"texts": ..., "seed": ...}``, answered with ``{"steps": ..., "step_s": ..., "own_s": {method: seconds}}``.
+"texts": ..., "seed": ..., "hints": ...}``, answered with ``{"steps": ..., "step_s": ..., "own_s": {method: seconds}}``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from kvpolicy.request_marks import KEY
 from kvpolicy_vllm.bench.analytics_load import texts
 from kvpolicy_vllm.bench.engine_flags import start
 from kvpolicy_vllm.bench.engine_process import jobs
@@ -103,7 +104,7 @@ class Serving:
 
         return counted
 
-    def serve(self, prefix_tokens: int, count: int, seed: int) -> dict[str, Any]:
+    def serve(self, prefix_tokens: int, count: int, seed: int, hints: bool) -> dict[str, Any]:
         """So many texts behind one prefix, once that is computed."""
         vocabulary, rng = range(FIRST_TOKEN_ID, self._llm.model_config.get_vocab_size()), random.Random(seed)
         prefix = rng.choices(vocabulary, k=prefix_tokens)
@@ -111,12 +112,14 @@ class Serving:
         self._answer([prefix])
         self._own.ns.clear()
         self._steps = self._steps_ns = 0
-        self._answer([*prefix, *text] for text in all_texts)
+        self._answer(([*prefix, *text] for text in all_texts), {"pin": prefix_tokens, "once": True} if hints else None)
         own_s = {method: ns / 1e9 for method, ns in self._own.ns.items()}
         return {"steps": self._steps, "step_s": self._steps_ns / 1e9, "own_s": own_s}
 
-    def _answer(self, prompts: Iterable[list[int]]) -> None:
+    def _answer(self, prompts: Iterable[list[int]], hints: dict[str, Any] | None = None) -> None:
         how = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        if hints is not None:
+            how.extra_args = {"kv_transfer_params": {KEY: hints}}
         self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False)
 
 
@@ -128,7 +131,7 @@ def main() -> None:
             answer("result", {})
         else:
             assert serving is not None
-            answer("result", serving.serve(job["prefix_tokens"], job["texts"], job["seed"]))
+            answer("result", serving.serve(job["prefix_tokens"], job["texts"], job["seed"], job["hints"]))
 
 
 if __name__ == "__main__":

@@ -77,11 +77,12 @@ def test_time_is_the_plugins_by_the_method_that_vllm_called() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_says_the_share_and_whose_it_is(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--files-gib", "0.1", "--hints"]], ids=["host", "files and hints"])
+def test_the_benchmark_says_the_share_and_whose_it_is(flags: list[str], model: str, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "benchmarks/own_time.py", "--llm", model, "--rounds", "2", "--texts", "8"]
     done = subprocess.run(
-        [*command, "--prefix-tokens", "64", "96", "--json", str(out)],
+        [*command, *flags, "--prefix-tokens", "64", "96", "--json", str(out)],
         env=harness.environment(), cwd=harness.ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-4000:]
