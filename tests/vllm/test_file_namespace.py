@@ -14,8 +14,10 @@ import torch
 
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import namespace_digest
-from kvpolicy_vllm.plugin import file_namespace
+from kvpolicy_vllm.plugin import file_namespace, served_weights
 from kvpolicy_vllm.plugin.file_namespace import hash_seed, namespace_of, orders_in_memory, refuse_unnameable
+from kvpolicy_vllm.plugin.served_weights import identity_of_weights
+from tests.vllm.bare_configs import bare_config, drafting, multimodal
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -33,64 +35,78 @@ def model(tmp_path: Path) -> Path:
 
 
 def config_of(model: Path, **more: Any) -> Any:
-    """A configuration with what is read of it; ``more``: other values, by part and name."""
-    parts: dict[str, dict[str, Any]] = {
-        "model_config": {
-            "model": str(model), "revision": None, "dtype": "torch.float16", "quantization": None, "seed": 0,
-            "is_multimodal_model": False, "hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4}),
-        },
-        "cache_config": {"prefix_caching_hash_algo": "sha256", "cache_dtype": "auto"},
-        "parallel_config": {
-            "world_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
-        },
-        "load_config": {"load_format": "auto"},
-        "attention_config": {"backend": None},
-    }  # fmt: skip
-    whole: dict[str, Any] = {"lora_config": None, "speculative_config": None}
-    for name, value in more.items():
-        part = next((part for part in parts.values() if name in part), whole)
-        part[name] = value
-    return SimpleNamespace(**whole, **{name: SimpleNamespace(**values) for name, values in parts.items()})
+    return bare_config(model, **more)
 
 
-def cache_of(spec: type = FullAttentionSpec, **more: Any) -> Any:
+def cache_of(spec: type = FullAttentionSpec, layer_names: Any = ("layer.0", "layer.1"), **more: Any) -> Any:
     values = {"block_size": 32, "page_size_bytes": 4096, **more}
-    group = SimpleNamespace(kv_cache_spec=spec(**values), layer_names=["layer.0", "layer.1"])
+    group = SimpleNamespace(kv_cache_spec=spec(**values), layer_names=layer_names)
     return SimpleNamespace(kv_cache_groups=[group])
 
 
+def digest_of(
+    config: Any, rank: int = 0, segments: tuple[int, ...] = (4096, 4096), cache: Any = None, layers: Any = ()
+) -> str:
+    return namespace_digest(namespace_of(config, cache or cache_of(), rank, [*segments], [*layers]))
+
+
 def test_all_that_decides_the_bytes_tells_namespaces_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what vLLM's settings decide, which is in tests/vllm/test_kv_settings.py."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    rope = SimpleNamespace(to_dict=lambda: {"rope_theta": 5e5})
-
-    def digest(
-        rank: int = 0, segments: tuple[int, ...] = (4096, 4096), cache: Any = None, layers: Any = (), **more: Any
-    ) -> str:
-        found = namespace_of(config_of(model, **more), cache or cache_of(), rank, [*segments], [*layers])
-        return namespace_digest(found)
-
-    drafter = SimpleNamespace(method="eagle", draft_model_config=None)
+    config = config_of(model)
     digests = [
-        digest(), digest(rank=1), digest(segments=(8192,)), digest(cache=cache_of(block_size=16)),
-        digest(cache=cache_of(page_size_bytes=2048)), digest(dtype="torch.bfloat16"), digest(cache_dtype="fp8"),
-        digest(quantization="awq"), digest(hf_config=rope), digest(world_size=4), digest(tensor_parallel_size=1),
-        digest(prefix_caching_hash_algo="sha256_cbor"), digest(speculative_config=drafter),
-        digest(backend="FLASHINFER"), digest(layers=[[[-1, 0], [2, 1]]]),
+        digest_of(config), digest_of(config, rank=1), digest_of(config, segments=(8192,)),
+        digest_of(config, cache=cache_of(block_size=16)), digest_of(config, cache=cache_of(page_size_bytes=2048)),
+        digest_of(config, cache=cache_of(layer_names=["layer.0"])), digest_of(config, layers=[[[-1, 0], [2, 1]]]),
+        digest_of(config_of(model, max_model_len=8192)), digest_of(config_of(model, cache_dtype="fp8")),
+        digest_of(config_of(model, prefix_caching_hash_algo="sha256_cbor")),
+        digest_of(config_of(model, speculative_config=drafting(model))),
     ]  # fmt: skip
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
-    digests.append(digest())
+    digests.append(digest_of(config))
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT")
     monkeypatch.setenv("PYTHONHASHSEED", "1")
-    digests.append(digest())
+    digests.append(digest_of(config))
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(file_namespace.vllm, "__version__", "0.0")
-    digests.append(digest())
+    digests.append(digest_of(config))
     monkeypatch.undo()
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert digest() == digests[0]
+    assert digest_of(config_of(model)) == digests[0]
+    monkeypatch.setattr(file_namespace, "device_name", lambda: "another")
+    digests.append(digest_of(config))
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     (model / "model.safetensors").write_bytes(b"WEIGHTS")
-    digests.append(digest())
+    digests.append(digest_of(config_of(model)))
     assert len({*digests}) == len(digests)
+
+
+def test_a_drafters_weights_tell_namespaces_apart(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    drafter = tmp_path_factory.mktemp("drafter")
+    digests = []
+    for weights in (b"one", b"two"):
+        (drafter / "model.safetensors").write_bytes(weights)
+        digests.append(digest_of(config_of(model, speculative_config=drafting(drafter))))
+    assert digests[0] != digests[1]
+
+
+def test_weights_at_a_hub_are_looked_for_where_vllm_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+
+    def download(*name: str, **how: Any) -> str:
+        asked.append((name, how))
+        return str(tmp_path)
+
+    monkeypatch.setattr(served_weights, "snapshot_download", download)
+    config = config_of(Path("some/llm"), revision="v1", download_dir="/cache")
+    asked.clear()
+    identity_of_weights(config, config.model_config)
+    assert asked == [(("some/llm",), {"revision": "v1", "cache_dir": "/cache", "local_files_only": True})]
 
 
 def test_layers_that_lie_otherwise_are_told_apart_and_numbers_of_blocks_are_not() -> None:
@@ -110,7 +126,7 @@ def _back(order: tuple[int, ...]) -> list[int]:
 
 def test_weights_that_are_drawn_are_told_apart_by_their_seed(tmp_path: Path) -> None:
     one, two = (
-        file_namespace.identity_of_weights(config, config.model_config)
+        identity_of_weights(config, config.model_config)
         for config in (config_of(tmp_path, load_format="dummy", seed=seed) for seed in (0, 1))
     )
     assert one != two
@@ -120,7 +136,7 @@ def test_weights_that_are_not_found_are_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = config_of(Path("nobody/nothing"))
     with pytest.raises(InputError, match="weights of nobody/nothing are not found on this machine"):
-        file_namespace.identity_of_weights(config, config.model_config)
+        identity_of_weights(config, config.model_config)
 
 
 def test_seeds_that_differ_from_server_to_server_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +156,7 @@ def test_seeds_that_differ_from_server_to_server_are_refused(model: Path, monkey
     ("more", "spec", "shared", "message"),
     [
         ({"lora_config": object()}, FullAttentionSpec, False, "leave out --enable-lora"),
-        ({"is_multimodal_model": True}, FullAttentionSpec, False, "images"),
+        ({"multimodal_config": multimodal()}, FullAttentionSpec, False, "images"),
         ({}, MambaSpec, False, "windows or states"),
         ({}, FullAttentionSpec, True, "keep it once"),
     ],

@@ -1,8 +1,7 @@
-"""What decides the bytes of a rank's KV blocks beside their keys, as vLLM's configuration has it, for files of KV."""
+"""What decides the bytes of KV blocks beside their keys, as vLLM's configuration has it, for files of KV."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from huggingface_hub import snapshot_download
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 
 from kvpolicy.errors import InputError
-from kvpolicy.tiers import weights_digest
 from kvpolicy_vllm.plugin.engine_config import device_name
 from kvpolicy_vllm.plugin.kv_layout import is_plain, kind_of
+from kvpolicy_vllm.plugin.kv_settings import environment, settings_of
+from kvpolicy_vllm.plugin.served_weights import identity_of_drafter, identity_of_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 NOT_CRYPTOGRAPHIC = "xxhash"
 """Names of hash functions that vLLM seeds at random begin so."""
-DUMMY = "dummy"
 
 
 def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig, shared: bool = False) -> None:
@@ -67,19 +65,9 @@ def namespace_of(
     """Of one rank. ``segments``: bytes of a block in each piece of device memory, as its copier has them; ``layers``:
     how each layer's part of a block lies there, see :func:`orders_in_memory`.
 
-    Raises InputError where the model's weights are not found.
+    Raises InputError where the model's weights are not found, or a setting cannot be read.
     """
-    model, parallel = config.model_config, config.parallel_config
-    return {
-        "engine": f"vllm {vllm.__version__}",
-        "device": [device_name(), *_instructions()],
-        "attention": [str(getattr(config.attention_config, "backend", None)), os.getenv("VLLM_ATTENTION_BACKEND", "")],
-        "weights": identity_of_weights(config, model),
-        "drafter": _drafter(config),
-        "model": json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "kv_dtype": str(config.cache_config.cache_dtype),
+    return computed_by(config) | {
         "hashes": [str(config.cache_config.prefix_caching_hash_algo), hash_seed(config)],
         "groups": [
             [kind_of(group), int(group.kv_cache_spec.block_size), int(group.kv_cache_spec.page_size_bytes),
@@ -88,12 +76,21 @@ def namespace_of(
         ],
         "segments": segments,
         "layers": layers,
-        "ranks": [
-            rank, int(parallel.world_size), int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size),
-            int(getattr(parallel, "decode_context_parallel_size", 1)),
-        ],
-        "layout": os.getenv("VLLM_KV_CACHE_LAYOUT", ""),
+        "rank": rank,
     }  # fmt: skip
+
+
+def computed_by(config: VllmConfig, folder: Path | None = None) -> dict[str, Any]:
+    """What decides keys and values whoever keeps them: the engine, its device, settings and weights. ``folder``: where
+    the weights are, if not where vLLM's ModelConfig says. Raises InputError as :func:`namespace_of`."""
+    return {
+        "engine": f"vllm {vllm.__version__}",
+        "device": [device_name(), *_instructions()],
+        "weights": identity_of_weights(config, config.model_config, folder),
+        "drafter": identity_of_drafter(config, folder),
+        "settings": settings_of(config),
+        "environment": environment(),
+    }
 
 
 def orders_in_memory(kv_caches: dict[str, Any], blocks: int) -> list[Any]:
@@ -115,32 +112,3 @@ def _instructions() -> list[str]:
     if not current_platform.is_cpu():
         return []
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), str(torch.cpu._is_amx_tile_supported())]
-
-
-def _drafter(config: VllmConfig) -> str:
-    speculative = config.speculative_config
-    drafter = getattr(speculative, "draft_model_config", None)
-    if drafter is None:
-        return "" if speculative is None else str(speculative.method)
-    return f"{speculative.method} {identity_of_weights(config, drafter)}"
-
-
-def identity_of_weights(config: VllmConfig, model: Any) -> str:
-    """Digest of a model's weights. Raises InputError where they are not found on this machine."""
-    if config.load_config.load_format == DUMMY:
-        return f"{DUMMY} {model.seed}"
-    path = Path(str(model.model))
-    if not path.exists():
-        path = _from_hub(str(model.model), model.revision)
-    return weights_digest(path)
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    # Whatever a hub's client raises, the weights are not where they can be told apart.
-    except Exception as error:
-        raise InputError(
-            f"cache_files: the weights of {name} are not found on this machine, so that files cannot be told from "
-            f"those of other weights ({error}); give vLLM the folder of the model"
-        ) from error
