@@ -69,7 +69,7 @@ INTEGRATION_INSIDE = {
     "integration": {"launch", "bench", "check", "simulator"},
     "check": {"launch", "plugin", "bench"},
     "offloading": set(),
-    "file_offloading": set(),
+    "file_offloading": {"plugin"},
     "plugin": set(),
     "simulator": {"plugin"},
     "bench": {"launch", "plugin", "simulator"},

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import vllm
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -40,7 +39,8 @@ from kvpolicy.caching import KINDS
 from kvpolicy.errors import InputError
 from kvpolicy.fields import POSITIVE, Rule, option, validate
 from kvpolicy.settings import GIB
-from kvpolicy.tiers import FileTier, Finished, Tier, refuse_unsafe, weights_digest
+from kvpolicy.tiers import FileTier, Finished, Tier, refuse_unsafe
+from kvpolicy_vllm.plugin.file_namespace import computed_by, configuration_of_callers
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -220,7 +220,8 @@ class BoundedFileTier(SecondaryTierManager):
 
 
 def namespace_of(spec: OffloadingSpec, row_bytes: int, how: TierSettings) -> dict[str, Any]:
-    """What decides the bytes of a chunk beside its key. Raises InputError where the weights are not known."""
+    """What decides the bytes of a chunk beside its key. Raises InputError where the weights are not known, or vLLM's
+    settings."""
     config = spec.config
     model = how.model_files or Path(config.model.name)
     if not model.exists():
@@ -228,9 +229,7 @@ def namespace_of(spec: OffloadingSpec, row_bytes: int, how: TierSettings) -> dic
             f"model_files: the server's model is {config.model.name!r}, which is no path here; give the folder of its "
             "weights, so that files are not taken for those of other weights"
         )
-    return {
-        "engine": f"vllm {vllm.__version__}",
-        "weights": weights_digest(model),
+    return computed_by(configuration_of_callers(), model) | {
         "identity": how.identity,
         "dtype": str(config.model.dtype),
         "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],

@@ -15,6 +15,10 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure", reason="tiers of this vLLM have another interface")
 
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig, SpeculativeConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -24,9 +28,13 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from kvpolicy.caching import ByCost
 from kvpolicy.errors import InputError
 from kvpolicy_vllm.file_offloading import BoundedFileTier
-from kvpolicy_vllm.plugin import register
+from kvpolicy_vllm.plugin import file_namespace, register
+from kvpolicy_vllm.plugin.kv_settings import settings_of
 from tests.tiers.blocks import files_of
 from tests.vllm.alone import made_request
+from tests.vllm.bare_configs import bare, bare_config, model_of
+from tests.vllm.kv_caches import kv_cache
+from tests.vllm.models import write_llama
 
 pytestmark = pytest.mark.scheduler
 
@@ -57,6 +65,11 @@ def spec(model: Path, **more: Any) -> Any:
     return SimpleNamespace(config=config)
 
 
+def tier_of(vllm_config: Any, settings: dict[str, Any], rows: memoryview, told: Any) -> Any:
+    """As vLLM's connector makes it, which has the configuration at hand and passes a part of it."""
+    return SecondaryTierFactory.create_secondary_tier(settings, rows, told)
+
+
 class Server:
     """vLLM's manager of tiers over host memory for a few chunks, and one request after the other."""
 
@@ -68,7 +81,8 @@ class Server:
             "type": "BoundedFileTier", "module_path": "kvpolicy_vllm.file_offloading", "directory": str(directory),
             "max_gib": MAX_GIB, **more.pop("settings", {}),
         }  # fmt: skip
-        tier = SecondaryTierFactory.create_secondary_tier(settings, primary.get_kv_memoryview(), spec(model, **more))
+        config = bare_config(model, **more.pop("vllm", {}))
+        tier = tier_of(config, settings, primary.get_kv_memoryview(), spec(model, **more))
         assert isinstance(tier, BoundedFileTier)
         self.tier = tier
         self.manager = TieringOffloadingManager(primary, [tier])
@@ -188,8 +202,16 @@ OTHERS: dict[str, dict[str, Any]] = {
     "block size": {"groups": (SimpleNamespace(tokens_per_block=32, layer_names=("layer.0", "layer.1")),)},
     "chunk size": {"cache": SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=2)},
     "tokens of a hash": {"cache": SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=4)},
+    "layers": {"groups": (SimpleNamespace(tokens_per_block=16, layer_names=("layer.0", "layer.2")),)},
+    "ranks": {"parallel": SimpleNamespace(world_size=2, tp_size=2, pp_size=1, pcp_size=1, dcp_size=1)},
+    "bytes of a worker": {"worker_kv_bytes_per_block": ROW_BYTES // 8},
+    "quantization": {"vllm": {"quantization": "fp8"}}, "rope": {"vllm": {"hf_config": model_of(5e5)}},
+    "longest context": {"vllm": {"max_model_len": 8192}}, "drawn weights": {"vllm": {"load_format": "dummy"}},
+    "drafter": {"vllm": {"speculative_config": bare(SpeculativeConfig, method="ngram")}}, "environment": {},
+    "device": {},
 }  # fmt: skip
-"""What may differ between two servers whose chunks have the same keys and as many bytes."""
+"""What may differ between two servers whose chunks have the same keys and as many bytes. Of vLLM's settings these are
+examples: all of them are in tests/vllm/test_kv_settings.py."""
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -201,6 +223,10 @@ def test_no_other_server_finds_them(servers: Any, model: Path, other: str, monke
         (model / "model.safetensors").write_bytes(b"WEIGHTS")
     elif other == "seed":
         monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"other")
+    elif other == "environment":
+        monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    elif other == "device":
+        monkeypatch.setattr(file_namespace, "device_name", lambda: "another")
     assert servers(**OTHERS[other]).serve(keys_of("a", 3)) == 0
 
 
@@ -252,6 +278,40 @@ def test_after_a_reset_nothing_old_is_found_here_and_nothing_new_elsewhere(serve
     server.serve(keys_of("c", 4))
     server.stop()
     assert servers().serve(keys_of("c", 4)) == 0
+
+
+def test_settings_of_memory_and_batches_share_the_files(servers: Any) -> None:
+    first = servers()
+    first.serve(keys_of("a", 3))
+    first.stop()
+    others = {"gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 7, "served_model_name": "mine", "seed": 1}
+    assert servers(vllm=others).serve(keys_of("a", 3)) == 3
+
+
+def test_vllms_own_connector_makes_it_with_the_configuration_at_hand(tmp_path: Path, model: Path) -> None:
+    """By no mock-up: settings that it does not pass are found all the same."""
+    write_llama(model)
+    tier = {"type": "kvpolicy-files", "directory": str(tmp_path / "kv"), "max_gib": 1.0}
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 22, "secondary_tiers": [tier]}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    arguments = EngineArgs(
+        model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=512, block_size=16,
+        kv_transfer_config=KVTransferConfig(**transfer),
+    )  # fmt: skip
+    config = arguments.create_engine_config()
+    config.cache_config.num_gpu_blocks = 8
+    register()
+    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, kv_cache("full", 8, 16, True))
+    namespace = connector.scheduler.manager.secondary_tiers[0]._namespace
+    connector.shutdown()
+    assert namespace["settings"] == settings_of(config)
+
+
+def test_without_the_configuration_it_is_refused(tmp_path: Path, model: Path) -> None:
+    settings = {"type": "kvpolicy-files", "directory": str(tmp_path / "kv"), "max_gib": 1.0}
+    register()
+    with pytest.raises(InputError, match="without its configuration at hand"):
+        SecondaryTierFactory.create_secondary_tier(settings, np.zeros((CHUNKS, ROW_BYTES), np.uint8).data, spec(model))
 
 
 def test_wrong_settings_are_errors_of_the_start(servers: Any, tmp_path: Path) -> None:

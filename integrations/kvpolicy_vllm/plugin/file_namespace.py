@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 
@@ -19,7 +21,6 @@ from kvpolicy_vllm.plugin.kv_settings import environment, settings_of
 from kvpolicy_vllm.plugin.served_weights import identity_of_drafter, identity_of_weights
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NOT_CRYPTOGRAPHIC = "xxhash"
@@ -91,6 +92,24 @@ def computed_by(config: VllmConfig, folder: Path | None = None) -> dict[str, Any
         "settings": settings_of(config),
         "environment": environment(),
     }
+
+
+def configuration_of_callers() -> VllmConfig:
+    """vLLM's configuration, as the callers of the function that asks have it; vLLM passes none to tiers of its
+    OffloadingConnector. Raises InputError where none has."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = next((value for value in frame.f_locals.values() if isinstance(value, VllmConfig)), None)
+        if found is not None:
+            return found
+        frame = frame.f_back
+    current = get_current_vllm_config_or_none()
+    if current is None:
+        raise InputError(
+            f"kvpolicy-files: vLLM {vllm.__version__} makes its tiers without its configuration at hand, by which "
+            "files of other settings would be told apart; leave kvpolicy-files out"
+        )
+    return current
 
 
 def orders_in_memory(kv_caches: dict[str, Any], blocks: int) -> list[Any]:
