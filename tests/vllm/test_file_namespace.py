@@ -168,3 +168,16 @@ def test_what_keys_do_not_tell_apart_is_refused(
     refuse_unnameable(config_of(model), cache_of())
     with pytest.raises(InputError, match=message):
         refuse_unnameable(config_of(model, **more), cache_of(spec), shared)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_scales_of_a_servers_own_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+    """vLLM before 0.28 takes them from the first step: fp8 of another server has others."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    config = config_of(model, cache_dtype="fp8")
+    config.cache_config.calculate_kv_scales = flag
+    if not flag:
+        refuse_unnameable(config, None)
+        return
+    with pytest.raises(InputError, match=r"--calculate-kv-scales .*leave that out; or leave cache_files out"):
+        refuse_unnameable(config, None)

@@ -111,6 +111,16 @@ def test_files_are_given_up_by_lru_where_ones_own_policy_fails(
     connector.files.close()
 
 
+def test_what_files_cannot_be_told_apart_by_is_refused_before_weights_are_read(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    plugin = harness.plugin("always-swap", cache="lru", cache_files=str(tmp_path / "kv"), cache_files_gib=0.1)
+    args = EngineArgs(model=model, dtype="float32", skip_tokenizer_init=True, enable_lora=True, **plugin)
+    with pytest.raises(ValueError, match=r"cache_files: the hash of a block .* leave out --enable-lora"):
+        args.create_engine_config()
+
+
 def test_a_folder_for_files_that_cannot_be_made_is_told_with_what_would_be_right(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

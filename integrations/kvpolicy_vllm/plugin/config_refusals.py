@@ -19,6 +19,7 @@ from kvpolicy import policy as policies
 from kvpolicy.caching import spec as caching
 from kvpolicy_vllm.plugin.connector_list import configured, connectors_beside, own_settings, problem_of
 from kvpolicy_vllm.plugin.engine_config import refuse_other_model
+from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
 from kvpolicy_vllm.plugin.host_share import take_share
 from kvpolicy_vllm.plugin.kv_layout import is_plain
 from kvpolicy_vllm.plugin.layer_refusals import refuse_kv_cache, refuse_overwritten
@@ -60,6 +61,8 @@ def refuse_early() -> VllmConfig | None:
     refuse_unsupported(config, None)
     settings = Settings.read(own_settings(config.kv_transfer_config))
     refuse_ranking(settings, config.scheduler_config.policy)
+    if settings.cache_files is not None:
+        refuse_unnameable(config, None)
     if settings.host_gib is None:
         take_share(config, bool(platform().is_cpu()))
     if not policies.needs_engine(settings.policy):

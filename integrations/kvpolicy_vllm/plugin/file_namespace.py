@@ -27,9 +27,10 @@ NOT_CRYPTOGRAPHIC = "xxhash"
 """Names of hash functions that vLLM seeds at random begin so."""
 
 
-def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig, shared: bool = False) -> None:
+def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig | None, shared: bool = False) -> None:
     """Raise InputError, with the remedy, where the keys and the configuration do not say all that decides the bytes, or
-    another server would have other keys for the same tokens. ``shared``: whether the ranks have one host pool."""
+    another server would have other keys for the same tokens. ``kv_cache``: None where not known yet; ``shared``:
+    whether the ranks have one host pool."""
     hash_seed(config)
     model = config.model_config
     reason = ""
@@ -37,7 +38,9 @@ def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig, shared: bool 
         reason = "the hash of a block has the name of its adapter and not its weights: leave out --enable-lora"
     elif model.is_multimodal_model:
         reason = "clients may name their images as they like, and the hash of a block has these names"
-    elif not is_plain(kv_cache):
+    elif getattr(config.cache_config, "calculate_kv_scales", False):  # vLLM 0.27 and before
+        reason = "each server takes the scales of --calculate-kv-scales from its own first step: leave that out"
+    elif kv_cache is not None and not is_plain(kv_cache):
         reason = "this model keeps windows or states, or several block tables"
     elif shared:
         reason = "all ranks of this model have the same KV, and keep it once"
