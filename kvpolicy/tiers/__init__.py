@@ -3,7 +3,7 @@
 from kvpolicy.tiers.base import Chain, Finished, Key, LastingTier, Pieces, Tier, Usage
 from kvpolicy.tiers.block_format import digest_of_key
 from kvpolicy.tiers.file_tier import FileTier
-from kvpolicy.tiers.identity import namespace_digest, weights_digest
+from kvpolicy.tiers.identity import namespace_digest, weights_digest, weights_stamp
 from kvpolicy.tiers.owned_folder import refuse_unsafe
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "namespace_digest",
     "refuse_unsafe",
     "weights_digest",
+    "weights_stamp",
 ]

@@ -52,6 +52,17 @@ def weights_digest(model: Path) -> str:
     return digest.hexdigest()
 
 
+def weights_stamp(model: Path) -> dict[str, list[int]]:
+    """Size, time of the last change and inode of each file that :func:`weights_digest` covers, by name: two stamps are
+    equal where none was written or replaced meanwhile. Reads no file.
+
+    ``model``: its folder, or one file of weights. Raises OSError where it is not there.
+    """
+    files = [model] if model.is_file() else sorted(model.iterdir())
+    found = {path.name: path.stat() for path in files if path.suffix in WEIGHTS + DESCRIPTIONS}
+    return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in found.items()}
+
+
 def _parts(path: Path) -> Iterator[bytes]:
     """What the digest of a model covers of one of its files."""
     size = path.stat().st_size

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.errors import InputError
-from kvpolicy.tiers.identity import SAMPLE_BYTES, namespace_digest, weights_digest
+from kvpolicy.tiers.identity import SAMPLE_BYTES, namespace_digest, weights_digest, weights_stamp
 
 
 def test_a_namespace_is_its_values_in_any_order() -> None:
@@ -63,3 +63,13 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="no file of weights"):
         weights_digest(tmp_path)
+
+
+def test_a_stamp_sees_what_the_digest_covers(tmp_path: Path) -> None:
+    folder = model(tmp_path / "one")
+    stamp = weights_stamp(folder)
+    (folder / "README.md").write_text("another")
+    assert weights_stamp(folder) == stamp and {*stamp} == {"a.safetensors", "b.safetensors", "config.json"}
+    (folder / "config.json").write_text("{ }")
+    assert weights_stamp(folder) != stamp
+    assert {*weights_stamp(folder / "a.safetensors")} == {"a.safetensors"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.tiers import namespace_digest
 from kvpolicy_vllm.plugin import file_namespace, served_weights
 from kvpolicy_vllm.plugin.file_namespace import hash_seed, namespace_of, orders_in_memory, refuse_unnameable
-from kvpolicy_vllm.plugin.served_weights import identity_of_weights
+from kvpolicy_vllm.plugin.served_weights import identity_of_weights, note_weights, weights_changed
 from tests.vllm.bare_configs import bare_config, drafting, multimodal
 
 
@@ -35,7 +36,10 @@ def model(tmp_path: Path) -> Path:
 
 
 def config_of(model: Path, **more: Any) -> Any:
-    return bare_config(model, **more)
+    """A configuration as :func:`bare_config` has it, whose weights were noted when it was made."""
+    config = bare_config(model, **more)
+    note_weights(config)
+    return config
 
 
 def cache_of(spec: type = FullAttentionSpec, layer_names: Any = ("layer.0", "layer.1"), **more: Any) -> Any:
@@ -92,6 +96,79 @@ def test_a_drafters_weights_tell_namespaces_apart(
         (drafter / "model.safetensors").write_bytes(weights)
         digests.append(digest_of(config_of(model, speculative_config=drafting(drafter))))
     assert digests[0] != digests[1]
+
+
+def test_weights_that_change_while_a_server_starts_are_of_that_server_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have loaded the old ones, and its digest is of the new ones."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    stale = config_of(model)
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert not caplog.records
+    first = digest_of(stale)
+    assert "start it again to find them later" in caplog.text
+    assert len({first, digest_of(stale), digest_of(config_of(model))}) == 3
+    caplog.clear()
+    assert digest_of(config_of(model)) == digest_of(config_of(model)) and not caplog.records
+
+
+@pytest.mark.parametrize("change", ["replaced", "touched", "added", "removed", "linked anew"])
+def test_every_change_of_the_files_is_seen(tmp_path: Path, change: str) -> None:
+    for version in ("1", "2"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "model.safetensors").write_bytes(b"weights")
+        os.utime(tmp_path / version / "model.safetensors", (1, 1))
+    (tmp_path / "now").symlink_to("1")
+    config = config_of(tmp_path / "now")
+    assert not weights_changed(config)
+    weights = tmp_path / "1" / "model.safetensors"
+    if change == "replaced":  # of the same size and time
+        (tmp_path / "2" / "model.safetensors").replace(weights)
+    elif change == "touched":
+        weights.touch()
+    elif change == "added":
+        (tmp_path / "1" / "more.safetensors").write_bytes(b"weights")
+    elif change == "removed":
+        weights.unlink()
+    else:
+        (tmp_path / "now").unlink()
+        (tmp_path / "now").symlink_to("2")
+    assert weights_changed(config)
+
+
+def test_a_drafter_that_changes_is_seen_and_weights_that_are_drawn_are_not(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    drafter = tmp_path_factory.mktemp("drafter")
+    config = config_of(model, speculative_config=drafting(drafter))
+    drawn = config_of(drafter, load_format="dummy")
+    (drafter / "model.safetensors").write_bytes(b"weights")
+    assert weights_changed(config) and not weights_changed(drawn)
+
+
+def test_where_nothing_was_noted_it_is_not_known(model: Path) -> None:
+    assert weights_changed(bare_config(model))
+
+
+def test_what_is_downloaded_of_one_revision_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has a model's configuration from a hub when it makes its own, and its weights later."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    found = [one]
+    monkeypatch.setattr(served_weights, "snapshot_download", lambda name, **how: str(found[-1]))
+    absent = config_of(Path("some/llm"))
+    for folder in (one, two):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    config = config_of(Path("some/llm"))
+    (one / "model.safetensors").write_bytes(b"weights")
+    assert not weights_changed(config) and weights_changed(absent)
+    (two / "model.safetensors").write_bytes(b"weights")
+    found.append(two)
+    assert weights_changed(config)
+    found.append(one)
+    (one / "config.json").write_text("{ }")
+    assert weights_changed(config)
 
 
 def test_weights_at_a_hub_are_looked_for_where_vllm_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

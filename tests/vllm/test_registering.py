@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import shutil
 import time
 import weakref
 from pathlib import Path
@@ -109,6 +111,32 @@ def test_files_are_given_up_by_lru_where_ones_own_policy_fails(
     assert [report.policy_failed for report in told if report.policy_failed] == ["evict"]
     assert [connector.files._tier.lookup([key]) for key in (b"a", b"b", b"c")] == [0, 1, 1]
     connector.files.close()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_files_of_weights_that_changed_while_they_were_loaded_are_nobody_elses(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changes: bool
+) -> None:
+    """Between vLLM's configuration, which goes to the workers, and the caches, which are made with the weights in
+    memory."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    llm = shutil.copytree(model, tmp_path / "llm")
+    settings = {"cache": "lru", "cache_files": str(tmp_path / "kv"), "cache_files_gib": 0.1}
+    found = []
+    for server in range(2):
+        connector = worker(str(llm), **settings)
+        connector._vllm_config = pickle.loads(pickle.dumps(connector._vllm_config))
+        if changes and not server:
+            weights = next(llm.glob("*.safetensors"))
+            weights.write_bytes(weights.read_bytes())
+        connector.register_kv_caches(caches(1.0))
+        found.append(len(connector.files._tier.digests()))
+        connector.copier.save(Job(1, "a", (1,), (0,)))
+        connector.files.begin(StepJobs(0, file_stores=(FileJob(0, (b"a",), (0,), (b"a",)),)))
+        connector.files._tier.wait_idle()
+        connector.files.close()
+    assert found == ([0, 0] if changes else [0, 1])
+    assert ("found by this server alone" in caplog.text) == changes
 
 
 def test_what_files_cannot_be_told_apart_by_is_refused_before_weights_are_read(

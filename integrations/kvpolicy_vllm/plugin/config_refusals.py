@@ -25,6 +25,7 @@ from kvpolicy_vllm.plugin.kv_layout import is_plain
 from kvpolicy_vllm.plugin.layer_refusals import refuse_kv_cache, refuse_overwritten
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
+from kvpolicy_vllm.plugin.served_weights import note_weights
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
 from kvpolicy_vllm.plugin.versions import (
     OLDEST_WITH_DEFERRED_FREES,
@@ -63,6 +64,7 @@ def refuse_early() -> VllmConfig | None:
     refuse_ranking(settings, config.scheduler_config.policy)
     if settings.cache_files is not None:
         refuse_unnameable(config, None)
+        note_weights(config)
     if settings.host_gib is None:
         take_share(config, bool(platform().is_cpu()))
     if not policies.needs_engine(settings.policy):

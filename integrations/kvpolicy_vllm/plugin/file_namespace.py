@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import platform
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +20,15 @@ from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.engine_config import device_name
 from kvpolicy_vllm.plugin.kv_layout import is_plain, kind_of
 from kvpolicy_vllm.plugin.kv_settings import environment, settings_of
-from kvpolicy_vllm.plugin.served_weights import identity_of_drafter, identity_of_weights
+from kvpolicy_vllm.plugin.served_weights import identity_of_drafter, identity_of_weights, weights_changed
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NOT_CRYPTOGRAPHIC = "xxhash"
 """Names of hash functions that vLLM seeds at random begin so."""
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig | None, shared: bool = False) -> None:
@@ -67,11 +71,12 @@ def namespace_of(
     config: VllmConfig, kv_cache: KVCacheConfig, rank: int, segments: list[int], layers: list[Any]
 ) -> dict[str, Any]:
     """Of one rank. ``segments``: bytes of a block in each piece of device memory, as its copier has them; ``layers``:
-    how each layer's part of a block lies there, see :func:`orders_in_memory`.
+    how each layer's part of a block lies there, see :func:`orders_in_memory`. No other server finds what is stored
+    under it where it is not known which weights were loaded.
 
     Raises InputError where the model's weights are not found, or a setting cannot be read.
     """
-    return computed_by(config) | {
+    namespace = computed_by(config) | {
         "hashes": [str(config.cache_config.prefix_caching_hash_algo), hash_seed(config)],
         "groups": [
             [kind_of(group), int(group.kv_cache_spec.block_size), int(group.kv_cache_spec.page_size_bytes),
@@ -82,6 +87,14 @@ def namespace_of(
         "layers": layers,
         "rank": rank,
     }  # fmt: skip
+    if weights_changed(config):  # asked after the digest was taken
+        logger.warning(
+            "kvpolicy: the files of the model's weights changed while this server started, or were not there when it "
+            "began, so that it is not known which it has loaded: prompts in files are found by this server alone; "
+            "start it again to find them later"
+        )
+        namespace["server"] = uuid.uuid4().hex
+    return namespace
 
 
 def computed_by(config: VllmConfig, folder: Path | None = None) -> dict[str, Any]:

@@ -1,19 +1,53 @@
-"""Which weights a server has: their digest, for files of KV."""
+"""Which weights a server has: their digest, for files of KV, and whether their files are still those that it loaded.
+
+The digest can only be taken when the layers are made: a model's name at a hub stands for a folder from its download on,
+and vLLM gives the connector its configuration after the weights are loaded. So the files' stamps are noted while vLLM
+makes its configuration, and travel with it to every process.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import snapshot_download
 
 from kvpolicy.errors import InputError
-from kvpolicy.tiers import weights_digest
+from kvpolicy.tiers import weights_digest, weights_stamp
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DUMMY = "dummy"
+NOTED = "kvpolicy_weights"
+"""Attribute of vLLM's ModelConfig."""
+
+
+class Stamp(NamedTuple):
+    """One model's files at one time. Of a model at a hub, files may be missing that are yet to be downloaded; the
+    folder is that of one revision."""
+
+    folder: str
+    """Empty where it was not found."""
+    is_hub: bool
+    files: dict[str, list[int]]
+
+    def lasts(self, later: Stamp) -> bool:
+        """Whether what was loaded in between are the files of ``later``."""
+        if not self.folder or self.folder != later.folder:
+            return False
+        return self.files.items() <= later.files.items() if self.is_hub else self.files == later.files
+
+
+def note_weights(config: VllmConfig) -> None:
+    """Keep the stamps in vLLM's configuration, before any process reads the weights."""
+    setattr(config.model_config, NOTED, _stamps(config))
+
+
+def weights_changed(config: VllmConfig) -> bool:
+    """Whether the files are others than were noted, or it is not known."""
+    noted, now = getattr(config.model_config, NOTED, None), _stamps(config)
+    return noted is None or not all(then.lasts(later) for then, later in zip(noted, now, strict=True))
 
 
 def identity_of_weights(config: VllmConfig, model: Any, folder: Path | None = None) -> str:
@@ -35,6 +69,23 @@ def identity_of_drafter(config: VllmConfig, folder: Path | None = None) -> str:
         return "" if speculative is None else str(speculative.method)
     its_own = drafter.model == config.model_config.model
     return f"{speculative.method} {identity_of_weights(config, drafter, folder if its_own else None)}"
+
+
+def _stamps(config: VllmConfig) -> list[Stamp]:
+    """Of the model and of what drafts tokens; none where weights are drawn."""
+    if config.load_config.load_format == DUMMY:
+        return []
+    drafter = getattr(config.speculative_config, "draft_model_config", None)
+    return [_stamp(config, model) for model in (config.model_config, drafter) if model is not None]
+
+
+def _stamp(config: VllmConfig, model: Any) -> Stamp:
+    is_hub = not Path(str(model.model)).exists()
+    try:
+        folder = _folder(config, model)
+        return Stamp(str(folder.resolve()), is_hub, weights_stamp(folder))
+    except (InputError, OSError):
+        return Stamp("", is_hub, {})
 
 
 def _folder(config: VllmConfig, model: Any) -> Path:
