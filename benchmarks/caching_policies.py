@@ -14,28 +14,27 @@ lengths only: rows whose prompts grow are taken for conversations, and their sta
 cuts a recorded order of prompts, which no seed changes, into as many stretches, each served from an empty cache.
 
 With ``--json`` every row is written when it is done, and those that the file has are not made again.
+docs/caching-policies.json has two such files, gathered by ``tools/caching_tables.py``.
 
 Printed: the share of the seconds that ``lru`` saves, and what the others save over it; beside them what hindsight
 saves, the better of Belady's rule and the same by price. That is a reference and no limit.
 
 Exits 1 where a bar is missed: where hindsight saves at least 1.3 times what ``lru`` does, ``cost`` saves at least 1.10
 times (geometric mean, with a bootstrap interval over draws: seeds and parts, with all of their capacities); nowhere
-less than 0.97 of the best of ``lru``, ``arc`` and ``s3fifo``.
+less than 0.97 of the best of ``lru``, ``arc`` and ``s3fifo``. The bars are of Mooncake's traces and agentic sessions;
+the same figures over all rows, ShareGPT's among them, are printed beside theirs, and judged as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import exp, log
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
+from caching_bars import Row, bars
+from kept_rows import KeptRows, versions
 from matrix_places import LLAMA_3_1_8B
 
 from kvpolicy import cost
@@ -54,35 +53,10 @@ JOINED = 16
 SHAREGPT_BLOCK = 128
 """Tokens of a block of ShareGPT's conversations."""
 Price = Callable[[int], float]
-Trace = tuple[str, int, list[Chain]]
-"""Name, tokens of a block, and prompts."""
-RIVALS = ("lru", "arc", "s3fifo")
-ROOM, MIN_GAIN, MIN_OF_BEST = 1.3, 1.10, 0.97
-RESAMPLES = 2000
+Trace = tuple[str, str, int, list[Chain]]
+"""Name, draw, tokens of a block, and prompts."""
 SETTINGS = ("sessions_per_min", "conversations_per_min", "think", "parts", "cost_model")
 """Options on which a row depends, beside its trace and share."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One draw of a trace, and a capacity."""
-
-    trace: str
-    share: float
-    """Capacity over distinct blocks."""
-    block_tokens: int
-    capacity: int
-    blocks: int
-    saved_s: dict[str, float]
-    """By policy, ``hindsight`` among them."""
-    whole_s: float
-
-    def gain(self, name: str) -> float:
-        return self.saved_s[name] / self.saved_s["lru"]
-
-    @property
-    def of_best(self) -> float:
-        return self.saved_s["cost"] / max(self.saved_s[name] for name in RIVALS)
 
 
 def prices(cost_model: str | None) -> Callable[[int], Price]:
@@ -107,34 +81,37 @@ def traces(options: argparse.Namespace) -> Iterator[Trace]:
         chains = list(chains_of(open_workload(f"mooncake:{file}")))
         for part in range(options.parts):
             low, high = (len(chains) * (part + end) // options.parts for end in (0, 1))
-            yield _named(file, f"part {part + 1} of {options.parts}"), 512, chains[low:high]
+            yield _name(file), f"part {part + 1} of {options.parts}", 512, chains[low:high]
     for file in sorted((data / "traces").glob("agentic_*.jsonl.gz")):
         for seed in seeds:
             text = f"agentic:{file}?closed=false&arrivals=poisson&rate={options.sessions_per_min / 60}&seed={seed}"
-            yield _named(file, f"seed {seed}"), 64 * JOINED, list(chains_of(open_workload(text), JOINED))
+            yield _name(file), f"seed {seed}", 64 * JOINED, list(chains_of(open_workload(text), JOINED))
     for file in sorted((data / "lengths").glob("sharegpt_*.csv.gz")):
         for seed in seeds:
             text = (
                 f"lengths:{file}?think={options.think}&arrivals=poisson&rate={options.conversations_per_min / 60}"
                 f"&block={SHAREGPT_BLOCK}&seed={seed}"
             )
-            yield _named(file, f"seed {seed}"), SHAREGPT_BLOCK, list(chains_of(open_workload(text)))
+            yield _name(file), f"seed {seed}", SHAREGPT_BLOCK, list(chains_of(open_workload(text)))
 
 
-def _named(file: Path, draw: str) -> str:
-    return f"{file.name.partition('.')[0]}, {draw}"
+def _name(file: Path) -> str:
+    return file.name.partition(".")[0]
 
 
-def row(trace: str, block_tokens: int, chains: Sequence[Chain], share: float, costs: Price) -> Row:
+def row(trace: Trace, share: float, costs: Price) -> Row:
+    name, draw, block_tokens, chains = trace
     blocks = len({key for chain in chains for key in chain})
     capacity = max(1, int(share * blocks))
     saved_s = {
-        name: replay(chains, ByCost(capacity, costs) if kind is ByCost else kind(capacity), costs).saved_s
-        for name, kind in KINDS.items()
+        kind.name: replay(chains, ByCost(capacity, costs) if kind is ByCost else kind(capacity), costs).saved_s
+        for kind in KINDS.values()
     }
     foreseen = [hindsight(chains, capacity, costs, by_price) for by_price in (False, True)]
     saved_s["hindsight"] = max(one.saved_s for one in foreseen)
-    return Row(trace, share, block_tokens, capacity, blocks, saved_s, foreseen[0].whole_s)
+    whole_s = foreseen[0].whole_s
+    saved = {policy: seconds / whole_s for policy, seconds in saved_s.items()}
+    return Row(name, draw, share, block_tokens, capacity, blocks, whole_s, saved)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -142,81 +119,24 @@ def table(rows: Sequence[Row]) -> list[str]:
     heads = ["trace", "block", "capacity", "of", "lru saves", *[f"{name}/lru" for name in names]]
     cells = [
         [
-            one.trace, str(one.block_tokens), str(one.capacity), str(one.blocks),
-            f"{one.saved_s['lru'] / one.whole_s:.3f}", *[f"{one.gain(name):.3f}" for name in names],
+            f"{one.trace}, {one.draw}", str(one.block_tokens), str(one.capacity), str(one.blocks),
+            f"{one.saved['lru']:.3f}", *[f"{one.gain(name):.3f}" for name in names],
         ]
         for one in rows
     ]  # fmt: skip
     return aligned([heads, *cells])
 
 
-def mean_gain(rows: Sequence[Row]) -> float:
-    return exp(fmean(log(one.gain("cost")) for one in rows))
-
-
-def gain_interval(rows: Sequence[Row]) -> tuple[float, float]:
-    """95% bootstrap interval of :func:`mean_gain`: draws of each trace are drawn again, with all of their rows."""
-    of_trace: dict[str, dict[str, list[Row]]] = {}
-    for one in rows:
-        of_trace.setdefault(one.trace.partition(",")[0], {}).setdefault(one.trace, []).append(one)
-    rng = random.Random(0)
-    means = []
-    for _ in range(RESAMPLES):
-        drawn = [rng.choices([*draws.values()], k=len(draws)) for draws in of_trace.values()]
-        means.append(mean_gain([one for draws in drawn for draw in draws for one in draw]))
-    means.sort()
-    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
-
-
-def bars(rows: Sequence[Row]) -> list[str]:
-    """Lines about the bars; those missed begin with ``missed``."""
-    room = [one for one in rows if one.gain("hindsight") >= ROOM]
-    lines = []
-    if room:
-        gain, (low, high) = mean_gain(room), gain_interval(room)
-        taken = fmean((one.gain("cost") - 1) / (one.gain("hindsight") - 1) for one in room)
-        verdict = "met" if gain >= MIN_GAIN else "missed"
-        lines.append(
-            f"{verdict}: where hindsight saves {ROOM} times what lru does ({len(room)} of {len(rows)}), cost saves "
-            f"{gain:.3f} times (geometric mean; {low:.3f} to {high:.3f} over draws), at least {MIN_GAIN}; {taken:.0%} "
-            "of the gap on average"
-        )
-    least = min(rows, key=lambda one: one.of_best)
-    below = sum(one.of_best < MIN_OF_BEST for one in rows)
-    lines.append(
-        f"{'missed' if below else 'met'}: the least that cost saves of the best of {', '.join(RIVALS)} is "
-        f"{least.of_best:.3f}, at least {MIN_OF_BEST} ({least.trace}, capacity {least.capacity}); less in {below} of "
-        f"{len(rows)} rows"
-    )
-    return lines
-
-
-class Results:
-    """Rows in a file, which is written anew with every one of them; without a file, in memory alone.
-
-    Raises ValueError for a file of other settings.
-    """
-
-    def __init__(self, file: Path | None, settings: Mapping[str, Any]) -> None:
-        self._file, self._settings = file, dict(settings)
-        self.rows: list[Row] = []
-        if file is not None and file.exists():
-            held = json.loads(file.read_text())
-            for name, value in self._settings.items():
-                if held["settings"].get(name) != value:
-                    raise ValueError(f"{file}: was made with {name} {held['settings'].get(name)}, not {value}")
-            self.rows = [Row(**one) for one in held["rows"]]
-
-    def has(self, trace: str, share: float) -> bool:
-        return any((one.trace, one.share) == (trace, share) for one in self.rows)
-
-    def add(self, one: Row) -> None:
-        self.rows.append(one)
-        if self._file is not None:
-            text = json.dumps({"settings": self._settings, "rows": [asdict(each) for each in self.rows]}, indent=1)
-            part = self._file.with_name(f".{self._file.name}")
-            part.write_text(text)
-            part.replace(self._file)
+def rows_of(options: argparse.Namespace, kept: KeptRows) -> list[Row]:
+    """Those that are asked for; what is kept is not made again."""
+    price_of, rows = prices(options.cost_model), []
+    known = {(one.trace, one.draw, one.share): one for one in (Row(**fields) for fields in kept.rows)}
+    for trace in traces(options):
+        name, draw, tokens, _ = trace
+        for share in map(float, options.shares.split(",")):
+            one = known.get((name, draw, share))
+            rows.append(one or Row(**kept.add(asdict(row(trace, share, price_of(tokens))))))
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,24 +152,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cost-model", help="cost model that gives the prices; default: FLOPs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings = {name: getattr(options, name) for name in SETTINGS} | {"versions": versions()}
     try:
-        results = Results(options.json, settings)
+        kept = KeptRows.read(options.json, settings)
     except ValueError as error:
         parser.error(str(error))
-    price_of = prices(options.cost_model)
-    asked = []
-    for name, tokens, chains in traces(options):
-        for share in map(float, options.shares.split(",")):
-            asked.append((name, share))
-            if not results.has(name, share):
-                results.add(row(name, tokens, chains, share, price_of(tokens)))
-    if not asked:
+    rows = rows_of(options, kept)
+    if not rows:
         parser.error(
             f"{options.data}: holds no traces/mooncake_*.jsonl.gz, traces/agentic_*.jsonl.gz or "
             "lengths/sharegpt_*.csv.gz"
         )
-    rows = [one for one in results.rows if (one.trace, one.share) in asked]
     print("\n".join([*table(rows), *(lines := bars(rows))]))
     return int(any(line.startswith("missed") for line in lines))
 

@@ -27,6 +27,7 @@ are there at once. Without it they come at the rates of the files below.
 stretches. Ratios are geometric means over seeds, with Student's interval from two seeds on.
 
 With ``--json`` every run is written when it is done, and those that the file has are not made again.
+docs/caching-study.json has the runs of docs/caching-study.md, gathered by ``tools/caching_tables.py``.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from kept_rows import KeptRows, versions
 from matrix_places import LLAMA_3_1_8B
 
 from kvpolicy.caching import Foreseen
 from kvpolicy.caching import spec as caching
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy.json_values import finite
 from kvpolicy.simulator import Builtin, Summary
 from kvpolicy.simulator.builtin.blocks import shared_keys
 from kvpolicy.stats import student_ratio
@@ -145,6 +146,8 @@ class Arm:
     """What a run is of, beside its seed."""
 
     requests: str
+    count: int
+    """Of them."""
     load: float
     """0: at the rates of the files."""
     host_gib: float
@@ -163,32 +166,19 @@ Found = Mapping[str, Any]
 
 
 class Results:
-    """Runs by arm and seed, in a file that is written anew with every one of them; without a file, in memory alone.
+    """Runs by arm and seed."""
 
-    Raises ValueError for a file of other settings.
-    """
-
-    def __init__(self, file: Path | None, settings: Mapping[str, Any]) -> None:
-        self._file, self._settings = file, dict(settings)
-        self._runs: dict[tuple[Arm, int], Found] = {}
-        if file is not None and file.exists():
-            held = json.loads(file.read_text())
-            if held["settings"] != self._settings:
-                raise ValueError(f"{file}: was made with {held['settings']}, not with {self._settings}")
-            self._runs = {(Arm(**run["arm"]), run["seed"]): run["found"] for run in held["runs"]}
+    def __init__(self, kept: KeptRows) -> None:
+        self._kept = kept
+        self._runs: dict[tuple[Arm, int], Found] = {(Arm(**run["arm"]), run["seed"]): run["found"] for run in kept.rows}
 
     def __contains__(self, run: tuple[Arm, int]) -> bool:
         return run in self._runs
 
     def add(self, arm: Arm, seed: int, one: Summary) -> None:
-        found: dict[str, Any] = finite(asdict(one))
+        found = asdict(one)
         del found["simulator_wall_s"]
-        self._runs[arm, seed] = found
-        if self._file is not None:
-            runs = [{"arm": asdict(arm), "seed": seed, "found": found} for (arm, seed), found in self._runs.items()]
-            part = self._file.with_name(f".{self._file.name}")
-            part.write_text(json.dumps({"settings": self._settings, "runs": runs}, indent=1))
-            part.replace(self._file)
+        self._runs[arm, seed] = self._kept.add({"arm": asdict(arm), "seed": seed, "found": found})["found"]
 
     def of(self, arm: Arm, seeds: Sequence[int]) -> list[Found]:
         return [self._runs[arm, seed] for seed in seeds]
@@ -246,14 +236,15 @@ class Draw:
 
 def arms(options: argparse.Namespace, name: str, load: float, host_gib: float, policy: str) -> Iterator[Arm]:
     """What hints nobody, or has the prompts themselves, is served without hints alone."""
+    count = options.requests or REQUESTS[name]
     file_link = options.file_link.text if options.file_gib and options.file_link else ""
     decided: dict[str, Any] = {
         "policy": policy, "link": options.link.text if options.link else NATIVE, "load_share": options.load_share
     }  # fmt: skip
-    yield Arm(name, load, host_gib, 0.0, NONE, NO_HINTS, **decided)
+    yield Arm(name, count, load, host_gib, 0.0, NONE, NO_HINTS, **decided)
     for cache in options.policies:
         for hints in [NO_HINTS] if cache == HINDSIGHT else dict.fromkeys((NO_HINTS, *options.hints)):
-            yield Arm(name, load, host_gib, options.file_gib, cache, hints, file_link, **decided)
+            yield Arm(name, count, load, host_gib, options.file_gib, cache, hints, file_link, **decided)
 
 
 def names(allowed: Sequence[str]) -> Any:
@@ -309,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(parser, arguments)
     seeds = range(options.seeds)
     try:
-        results = Results(options.json, {"keep": options.keep, "requests": options.requests})
+        results = Results(KeptRows.read(options.json, {"keep": options.keep, "versions": versions()}))
     except ValueError as error:
         parser.error(str(error))
     done: list[Arm] = []

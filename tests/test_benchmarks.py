@@ -769,11 +769,12 @@ def test_caching_policies_compares_them_on_prompts_that_share_prefixes(tmp_path:
     done = run("caching_policies.py", "--data", str(tmp_path), "--shares", "0.3,1", "--json", str(tmp_path / "out"))
     assert done.returncode in (0, 1), done.stderr
     assert "cost/lru" in done.stdout and "of the best of lru, arc, s3fifo" in done.stdout
+    assert "all traces" not in done.stdout
     small, whole = json.loads((tmp_path / "out").read_text())["rows"]
     blocks = len({block for row in rows for block in row["hash_ids"]})
     assert whole["capacity"] == whole["blocks"] == blocks > small["capacity"]
-    saved, of_all = small["saved_s"], whole["saved_s"]
-    assert of_all["lru"] == of_all["cost"] == of_all["hindsight"] >= saved["hindsight"] >= saved["lru"] > 0
+    saved, of_all = small["saved"], whole["saved"]
+    assert 1 > of_all["lru"] == of_all["cost"] == of_all["hindsight"] >= saved["hindsight"] >= saved["lru"] > 0
     flags = ("--data", str(tmp_path), "--shares", "0.3", "--parts", "4", "--json")
     parts = run("caching_policies.py", *flags, str(tmp_path / "parts"))
     made = json.loads((tmp_path / "parts").read_text())
@@ -782,7 +783,8 @@ def test_caching_policies_compares_them_on_prompts_that_share_prefixes(tmp_path:
     (tmp_path / "parts").write_text(json.dumps(made))
     again = run("caching_policies.py", *flags, str(tmp_path / "parts"))
     kept = json.loads((tmp_path / "parts").read_text())["rows"]
-    assert [row["trace"] for row in kept] == [f"mooncake_made, part {part} of 4" for part in (1, 2, 3, 4)]
+    assert [row["draw"] for row in kept] == [f"part {part} of 4" for part in (1, 2, 3, 4)]
+    assert {row["trace"] for row in kept} == {"mooncake_made"}
     assert parts.returncode == again.returncode and kept[0]["whole_s"] == 1e9 > kept[1]["whole_s"] > 0
     other = run("caching_policies.py", *flags[:-1], "--think", "5", "--json", str(tmp_path / "parts"))
     assert other.returncode == 2 and "was made with think 60.0, not 5.0" in other.stderr
@@ -799,10 +801,11 @@ def test_caching_policies_takes_tables_of_lengths_and_the_prices_of_a_cost_model
     for number, more in enumerate(((), ("--cost-model", "cpu-llama-native"))):
         done = run("caching_policies.py", "--data", str(tmp_path), *flags, *more, "--json", f"{out}-{number}")
         assert done.returncode in (0, 1), done.stderr
+        assert "no rows of Mooncake and agentic sessions" in done.stdout and ": all traces: " in done.stdout
         (one,) = json.loads(Path(f"{out}-{number}").read_text())["rows"]
         found.append(one)
     assert found[0]["blocks"] == found[1]["blocks"] > 1000
-    assert 0 < found[0]["saved_s"]["lru"] < found[0]["whole_s"] != found[1]["whole_s"]
+    assert 0 < found[0]["saved"]["lru"] < 1 and found[0]["whole_s"] != found[1]["whole_s"]
 
 
 @pytest.fixture
@@ -823,7 +826,7 @@ def test_caching_study_serves_prompts_by_every_policy(long_prompts: Path, tmp_pa
     """Over memory of seven prompts: whatever is lost is found in host memory."""
     done = run("caching_study.py", "--data", str(long_prompts), "--host-gib", "64", "--json", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    found = {one["arm"]["cache"]: one["found"] for one in json.loads((tmp_path / "out").read_text())["runs"]}
+    found = {one["arm"]["cache"]: one["found"] for one in json.loads((tmp_path / "out").read_text())["rows"]}
     assert set(found) == {"none", "lru", "lfu", "arc", "s3fifo", "cost", "hindsight"}
     assert found["none"]["prefix_hits"]["host_tokens"] == 0 < found["lru"]["prefix_hits"]["loaded_tokens"]
     assert found["lru"]["ttft_s"]["mean"] < found["none"]["ttft_s"]["mean"]
@@ -840,15 +843,16 @@ def test_caching_study_compares_hints_beyond_capacity_and_goes_on_where_it_stopp
     ]  # fmt: skip
     first, second = run(*command), run(*command, "--seeds", "2")
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    runs = json.loads(out.read_text())["runs"]
+    runs = json.loads(out.read_text())["rows"]
     assert [(one["arm"]["hints"], one["seed"]) for one in runs if one["arm"]["cache"] == "lru"] == [
         (hints, seed) for seed in (0, 1) for hints in ("none", "sessions", "hindsight")
     ]
     assert [line.split()[6] for line in first.stdout.splitlines()[1:]] == ["none", "none", "sessions", "hindsight"]
     hits = {(one["arm"]["hints"], one["seed"]): one["found"]["prefix_hits"] for one in runs}
     assert hits["sessions", 0]["file_tokens"] > 0 and hits["sessions", 0] != hits["hindsight", 0]
-    out.write_text(json.dumps({"settings": {}, "runs": []}))
-    assert "was made with {}" in run(*command).stderr
+    assert len(out.read_text().splitlines()) == len(runs) + 2 and {one["arm"]["count"] for one in runs} == {13}
+    out.write_text(json.dumps({"settings": {"keep": 7.0}, "rows": []}))
+    assert "was made with keep 7.0, not 600.0" in run(*command).stderr
     assert "'s4fifo': should be of lru" in run(*command[:7], "--policies", "s4fifo").stderr
 
 
@@ -862,8 +866,8 @@ def test_caching_study_compares_what_decides_on_a_link_where_a_load_takes_longer
         "--policy", "always-swap", "cheapest:analytic", "--json", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = {(one["arm"]["policy"], one["arm"]["cache"]): one["found"] for one in json.loads(out.read_text())["runs"]}
-    assert {one["arm"]["link"] for one in json.loads(out.read_text())["runs"]} == {"1e8"} and len(found) == 4
+    found = {(one["arm"]["policy"], one["arm"]["cache"]): one["found"] for one in json.loads(out.read_text())["rows"]}
+    assert {one["arm"]["link"] for one in json.loads(out.read_text())["rows"]} == {"1e8"} and len(found) == 4
     loaded = {policy: found[policy, "lru"]["prefix_hits"]["loaded_tokens"] for policy, _ in found}
     assert loaded["always-swap"] > 0 == loaded["cheapest:analytic"]
     first_s = {policy: found[policy, "lru"]["ttft_s"]["mean"] for policy in loaded}

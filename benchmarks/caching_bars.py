@@ -1,0 +1,114 @@
+"""What rows of caching policies come to: gains over ``lru``, shares of the gap to hindsight, and the bars on both.
+
+``caching_policies.py`` makes the rows and prints the bars; ``tools/caching_tables.py`` writes them on docs/caching.md.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from statistics import fmean
+
+RIVALS = ("lru", "arc", "s3fifo")
+ROOM, MIN_GAIN, MIN_OF_BEST = 1.3, 1.10, 0.97
+TARGET = ("mooncake_", "agentic_")
+"""How the names of the traces begin that the bars are of; others stand beside them."""
+TARGET_NAME = "Mooncake and agentic sessions"
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One draw of a trace, and a capacity."""
+
+    trace: str
+    draw: str
+    share: float
+    """Capacity over distinct blocks."""
+    block_tokens: int
+    capacity: int
+    blocks: int
+    whole_s: float
+    """What all prompts take to compute."""
+    saved: Mapping[str, float]
+    """Share of it, by policy, ``hindsight`` among them."""
+
+    def gain(self, name: str) -> float:
+        return self.saved[name] / self.saved["lru"]
+
+    @property
+    def of_best(self) -> float:
+        return self.saved["cost"] / max(self.saved[name] for name in RIVALS)
+
+
+def of_target(rows: Sequence[Row]) -> list[Row]:
+    return [one for one in rows if one.trace.startswith(TARGET)]
+
+
+def with_room(rows: Sequence[Row]) -> list[Row]:
+    """Where hindsight saves so much that there is something to gain."""
+    return [one for one in rows if one.gain("hindsight") >= ROOM]
+
+
+def below_best(rows: Sequence[Row]) -> list[Row]:
+    return [one for one in rows if one.of_best < MIN_OF_BEST]
+
+
+def mean_gain(rows: Sequence[Row]) -> float:
+    """Geometric mean of what ``cost`` saves over ``lru``."""
+    return exp(fmean(log(one.gain("cost")) for one in rows))
+
+
+def gap_share(rows: Sequence[Row]) -> float:
+    """Mean over rows of the share that ``cost`` takes of the gap between ``lru`` and hindsight."""
+    return fmean((one.gain("cost") - 1) / (one.gain("hindsight") - 1) for one in rows)
+
+
+def gain_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """95% bootstrap interval of :func:`mean_gain`: draws of each trace are drawn again, with all of their rows. None
+    where no trace has several."""
+    of_trace: dict[str, dict[str, list[Row]]] = {}
+    for one in rows:
+        of_trace.setdefault(one.trace, {}).setdefault(one.draw, []).append(one)
+    if all(len(draws) < 2 for draws in of_trace.values()):
+        return None
+    rng = random.Random(0)
+    means = []
+    for _ in range(RESAMPLES):
+        drawn = [rng.choices([*draws.values()], k=len(draws)) for draws in of_trace.values()]
+        means.append(mean_gain([one for draws in drawn for draw in draws for one in draw]))
+    means.sort()
+    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
+
+
+def bars(rows: Sequence[Row]) -> list[str]:
+    """Lines about the bars, of the traces that they name and, where there are others, of all; those missed begin with
+    ``missed``."""
+    target = of_target(rows)
+    lines = _bars_of(TARGET_NAME, target) if target else [f"no rows of {TARGET_NAME}, which the bars are of"]
+    return lines if len(target) == len(rows) else [*lines, *_bars_of("all traces", rows)]
+
+
+def _bars_of(name: str, rows: Sequence[Row]) -> list[str]:
+    least, below = min(rows, key=lambda one: one.of_best), below_best(rows)
+    return [
+        _gain_line(name, rows),
+        f"{'missed' if below else 'met'}: {name}: the least that cost saves of the best of {', '.join(RIVALS)} is "
+        f"{least.of_best:.3f}, at least {MIN_OF_BEST} ({least.trace}, {least.draw}, capacity {least.capacity}); less "
+        f"in {len(below)} of {len(rows)} rows",
+    ]
+
+
+def _gain_line(name: str, rows: Sequence[Row]) -> str:
+    room = with_room(rows)
+    if not room:
+        return f"{name}: hindsight saves {ROOM} times what lru does in none of {len(rows)} rows"
+    gain, interval = mean_gain(room), gain_interval(room)
+    spread = "" if interval is None else f"; {interval[0]:.3f} to {interval[1]:.3f} over draws"
+    return (
+        f"{'met' if gain >= MIN_GAIN else 'missed'}: {name}: where hindsight saves {ROOM} times what lru does "
+        f"({len(room)} of {len(rows)}), cost saves {gain:.3f} times (geometric mean{spread}), at least {MIN_GAIN}; "
+        f"{gap_share(room):.0%} of the gap on average"
+    )
