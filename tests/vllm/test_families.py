@@ -42,8 +42,13 @@ COMPARED = families.FAMILIES | {name: families.PLAIN[name] for name in ("llama",
 """With full attention alone in both types, beside which recomputes of the others are to be seen."""
 
 
+LIKE_OTHERS = ("gpt-oss, windows stored whole", "llama-4, chunks stored whole", "glm-4.7")
+"""Families whose layers another one has as well: these are of the long suite alone."""
+
+
 def marked(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.feature(COMPARED[name].feature))
+    slow = [pytest.mark.slow] if name in LIKE_OTHERS else []
+    return pytest.param(name, marks=[pytest.mark.feature(COMPARED[name].feature), *slow])
 
 
 @pytest.fixture(scope="module", params=[*map(marked, COMPARED)])

@@ -42,7 +42,7 @@ def run_alone(job: dict[str, Any], folder: Path, version: str) -> dict[str, Any]
 @modes
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_always_recompute_is_stock(setting: str, asynchronous: bool, version: str, model: str, tmp_path: Path) -> None:
-    job = BASE | SETTINGS[setting] | {"model": model, "asynchronous": asynchronous}
+    job = BASE | SETTINGS[setting] | {"model": model, "asynchronous": asynchronous, "requests": 150}
     stock = run_alone(job, tmp_path, version)
     ours = run_alone(job | {"plugin": harness.plugin("always-recompute", order="fcfs")}, tmp_path, version)
     assert ("AsyncScheduler" in ours["base"]) == asynchronous
