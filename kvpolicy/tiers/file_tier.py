@@ -9,6 +9,7 @@ million files, in 16 folders.
 from __future__ import annotations
 
 import logging
+import stat
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -253,7 +254,8 @@ class FileTier:
         """Take up the blocks of an earlier process, those used last before others, as far as there is room."""
         found: dict[bytes, tuple[BlockName, int]] = {}
         for name, status in self._files.blocks():
-            if status.st_size == self._layout.file_bytes and name.key not in found:
+            whole = stat.S_ISREG(status.st_mode) and status.st_size == self._layout.file_bytes
+            if whole and name.key not in found:
                 found[name.key] = name, status.st_mtime_ns
             else:
                 self._counts["found_damaged"] += 1

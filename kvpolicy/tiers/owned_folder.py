@@ -150,7 +150,7 @@ class OwnedFolder:
         os.rename(MANIFEST, MANIFEST, src_dir_fd=self.writing, dst_dir_fd=self.folder)
 
     def blocks(self) -> Iterator[tuple[BlockName, os.stat_result]]:
-        """The block files that are there. Others are left alone."""
+        """What is named as a block file. Others are left alone."""
         for digit, folder in self.by_digit.items():
             yield from blocks_in(folder, digit)
 
@@ -170,7 +170,7 @@ class OwnedFolder:
 
 
 def blocks_in(folder: int, digit: str) -> Iterator[tuple[BlockName, os.stat_result]]:
-    """The block files in the folder of that digit; links and all that is named otherwise are none."""
+    """What is named as a block file in the folder of that digit, links and the like too; folders are left alone."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = BlockName.of_file(entry.name)
@@ -178,7 +178,7 @@ def blocks_in(folder: int, digit: str) -> Iterator[tuple[BlockName, os.stat_resu
                 continue
             with suppress(FileNotFoundError):
                 found = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(found.st_mode):
+                if not stat.S_ISDIR(found.st_mode):
                     yield name, found
 
 
