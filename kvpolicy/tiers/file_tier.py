@@ -28,8 +28,9 @@ from kvpolicy.tiers.base import Chain, Finished, Key, Kind, Pieces, Usage
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
 from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, Damaged, digest_of_key
 from kvpolicy.tiers.identity import namespace_digest
+from kvpolicy.tiers.idle_folders import IdleFolders, idle_folders
 from kvpolicy.tiers.io_threads import IoThreads
-from kvpolicy.tiers.owned_folder import IdleFolder, OwnedFolder, idle_folders
+from kvpolicy.tiers.owned_folder import OwnedFolder
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +65,13 @@ class FileTier:
         """Blocks that were dropped while they were being written."""
         self._stuck = 0
         """Files that could not be removed. They take room until the tier is opened anew."""
-        self._idle: list[IdleFolder] = []
-        """Folders that no process has locked. They are cleared as room gets short, the first one first."""
-        self._clearing = False
+        self._idle = IdleFolders((), 0.0)
+        self._clock: Callable[[], float] = time.monotonic
         self._open_jobs: dict[int, int] = {}
         """By number, blocks of a job that have not ended."""
         self._ended: dict[int, tuple[list[Key], dict[Key, str]]] = defaultdict(lambda: ([], {}))
         self._results: deque[Result] = deque()
         self._removed: deque[tuple[bytes, bool]] = deque()
-        self._cleared: deque[bool] = deque()
         self._finished: list[Finished] = []
         self._gone: list[bytes] = []
         self._counts: Counter[str] = Counter()
@@ -94,6 +93,7 @@ class FileTier:
         block_tokens: int = 1,
         allow_python: bool = False,
         failed: Callable[[str], None] = lambda method: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> FileTier:
         """Open a tier, with the blocks that an earlier process left there.
 
@@ -102,7 +102,7 @@ class FileTier:
         with ``allow_python``. Where the code of one's own policy fails, ``lru`` takes its place, that is logged, and
         ``failed`` is called with the name of the method. ``queue_blocks``: blocks that wait to be stored, at most.
         ``hints``: how many blocks what requests say may hold, and how long; None: nothing that they say is
-        heeded. ``block_tokens``: tokens of a block, in which prefixes are pinned.
+        heeded. ``block_tokens``: tokens of a block, in which prefixes are pinned. ``clock``: seconds.
 
         Raises InputError for a directory or an argument that will not do, and OSError where nothing can be written to
         the directory.
@@ -115,11 +115,11 @@ class FileTier:
             files = BlockFiles(folder, layout)
             files.probe()
             giving_up = guarded(giving_up, partial(_complain, giving_up.name, folder.path, failed))
-            heeding = giving_up if hints is None else Hinted(giving_up, time.monotonic, block_tokens, hints)
+            heeding = giving_up if hints is None else Hinted(giving_up, clock, block_tokens, hints)
             tier = cls(files, folder, layout, heeding)
-            tier._queue_blocks = queue_blocks
+            tier._queue_blocks, tier._clock = queue_blocks, clock
             tier._find_blocks()
-            tier._idle = idle_folders(directory, folder.path)
+            tier._idle = IdleFolders(idle_folders(directory, folder.path), clock())
         except BaseException:
             folder.close()
             raise
@@ -291,17 +291,21 @@ class FileTier:
 
     def _free(self) -> int:
         """Blocks that there is room for without giving up any; negative where there are too many."""
-        idle = -(-sum(idle.used_bytes for idle in self._idle) // self._layout.file_bytes)
+        idle = -(-self._idle.used_bytes // self._layout.file_bytes)
         return self.capacity_blocks - len(self._policy) - self._stuck - len(self._removing) - idle
 
     def _evict(self, wanted: int, digests: Sequence[bytes]) -> list[BlockName]:
         """Give up blocks so that ``wanted`` further ones have room, none of those of the prompt. Where there are
-        folders of processes that are gone, they are given up instead, and there is room later."""
-        excess = wanted - self._free()
+        folders of processes that are gone, they are given up instead, and there is room later. Where all blocks would
+        make no room, because what cannot be removed takes it, none is."""
+        free = self._free()
+        excess = wanted - free
         if excess <= 0:
             return []
-        if self._idle:
+        if self._idle.any:
             self._clear_idle()
+            return []
+        if free + len(self._policy) <= 0:
             return []
         protected = {*digests, *self._writing, *self._loading}
         evicted = [
@@ -313,10 +317,10 @@ class FileTier:
         return evicted
 
     def _clear_idle(self) -> None:
-        """Clear the folder that was used longest ago of those that no process has locked, in the background."""
-        if self._idle and not self._clearing:
-            self._clearing = True
-            self._threads.store(lambda scratch: self._cleared.append(self._clear(self._idle[0])))
+        """Let the folders of processes that are gone make room, in the background."""
+        task = self._idle.next_task(self._clock())
+        if task is not None:
+            self._threads.store(lambda scratch: task(partial(self._reason, "an unused folder was not cleared")))
 
     def _lose(self, digest: bytes) -> None:
         """A block is of no use any more; its file is removed."""
@@ -331,11 +335,8 @@ class FileTier:
 
     def _settle(self) -> None:
         """Take over what the threads have done."""
-        while self._cleared:
-            self._counts["cleared_folders"] += self._cleared.popleft()
-            self._clearing = False
-            del self._idle[0]
-        if self._idle and self._free() < 0:
+        self._counts["cleared_folders"] += self._idle.settle()
+        if self._idle.any and self._free() < 0:
             self._clear_idle()
         while self._removed:
             digest, gone = self._removed.popleft()
@@ -399,11 +400,6 @@ class FileTier:
         reason = self._reason("a block was not removed", lambda: self._files.remove(name))
         self._removed.append((name.key, not reason))
         return not reason
-
-    def _clear(self, idle: IdleFolder) -> bool:
-        cleared = []
-        self._reason("an unused folder was not cleared", lambda: cleared.append(idle.clear()))
-        return cleared == [True]
 
     def _reason(self, what: str, action: Callable[[], None]) -> str:
         """Why the action failed; empty where it did not."""

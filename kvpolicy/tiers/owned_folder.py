@@ -6,6 +6,9 @@ The first process with a namespace locks number 0. A second one at the same time
 only one process writes to a folder or gives up its files, and each keeps to its own bound. The lock goes with the
 process, however it ends. The next one finds the blocks, and removes from ``writing`` what was being written.
 
+Who owns a folder locks it exclusively. Who counts or clears one that nobody owns shares its lock: so a process that
+claims it meanwhile can tell, and waits instead of taking another number, under which its blocks are not.
+
 Files are opened relative to open folders and never through links, so nobody can put another folder in their place.
 """
 
@@ -15,9 +18,9 @@ import fcntl
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ LOCK, MANIFEST, WRITING = "lock", "manifest.json", "writing"
 MAX_PROCESSES = 64
 """That have folders for one namespace in one directory at the same time."""
 MAX_MANIFEST_BYTES = 1 << 20
+NAP_S, MAX_NAPS = 0.02, 500
+"""How long a folder is waited for that others count or clear: ten seconds."""
 NOT_OPEN = -1
 READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -103,15 +108,13 @@ class OwnedFolder:
 
     @classmethod
     def _try_claim(cls, path: Path, inside: int) -> OwnedFolder | None:
-        """The folder, locked; None where another process has locked it."""
+        """The folder, locked; None where another process owns it, or clears it for too long."""
         with ExitStack() as opened:
             folder = open_private(path.name, inside)
             opened.callback(os.close, folder)
             lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
             opened.callback(os.close, lock)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _takes_over(lock):
                 return None
             os.utime(lock)
             opened.pop_all()
@@ -169,92 +172,39 @@ class OwnedFolder:
                 os.close(descriptor)
 
 
+def _takes_over(lock: int) -> bool:
+    """Lock it exclusively; False where another process has, or where others share it for too long."""
+    for _ in range(MAX_NAPS):
+        if try_flock(lock, fcntl.LOCK_EX):
+            return True
+        if not try_flock(lock, fcntl.LOCK_SH):
+            return False
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        time.sleep(NAP_S)
+    return False
+
+
+def try_flock(lock: int, how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def blocks_in(folder: int, digit: str) -> Iterator[tuple[BlockName, os.stat_result]]:
-    """What is named as a block file in the folder of that digit, links and the like too; folders are left alone."""
+    """What is named as a block file in the folder of that digit, links and the like too."""
+    for file, found in entries_in(folder):
+        name = BlockName.of_file(file)
+        if name is not None and name.folder == digit:
+            yield name, found
+
+
+def entries_in(folder: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Names of all that is in a folder but other folders, and what the system says of it."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            name = BlockName.of_file(entry.name)
-            if name is None or name.folder != digit:
-                continue
             with suppress(FileNotFoundError):
                 found = entry.stat(follow_symlinks=False)
                 if not stat.S_ISDIR(found.st_mode):
-                    yield name, found
-
-
-@dataclass(frozen=True, slots=True)
-class IdleFolder:
-    """A folder that no process has locked."""
-
-    path: Path
-    used_bytes: int
-    used_s: float
-    """When it was claimed or left last; seconds since the epoch."""
-
-    def clear(self) -> bool:
-        """Remove its block files; False where a process has locked it meanwhile. Raises OSError as unlinking does."""
-        locked = _locked(self.path)
-        if locked is None:
-            return False
-        try:
-            for digit in FOLDERS:
-                with suppress(FileNotFoundError):
-                    folder = os.open(digit, READ_FOLDER, dir_fd=locked[0])
-                    try:
-                        for name, _ in list(blocks_in(folder, digit)):
-                            os.unlink(name.file, dir_fd=folder)
-                    finally:
-                        os.close(folder)
-        finally:
-            _unlock(locked)
-        return True
-
-
-def idle_folders(directory: Path, apart_from: Path) -> list[IdleFolder]:
-    """The folders of all namespaces that no process has locked, the one used longest ago first."""
-    found = []
-    for path in directory.glob(f"{'[0-9a-f]' * 40}/*"):
-        if path == apart_from:
-            continue
-        with suppress(OSError):
-            locked = _locked(path)
-            if locked is not None:
-                try:
-                    found.append(IdleFolder(path, _used_bytes(locked[0]), os.fstat(locked[1]).st_mtime))
-                finally:
-                    _unlock(locked)
-    return sorted(found, key=lambda folder: folder.used_s)
-
-
-def _locked(path: Path) -> tuple[int, int] | None:
-    """Descriptors of a folder and of its lock, which is taken; None where a process has locked it. Raises OSError where
-    it is no folder of blocks."""
-    folder = os.open(path, READ_FOLDER)
-    try:
-        lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    except OSError:
-        os.close(folder)
-        raise
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _unlock((folder, lock))
-        return None
-    return folder, lock
-
-
-def _unlock(locked: tuple[int, int]) -> None:
-    for descriptor in locked:
-        os.close(descriptor)
-
-
-def _used_bytes(folder: int) -> int:
-    total = 0
-    for digit in FOLDERS:
-        with suppress(FileNotFoundError):
-            opened = os.open(digit, READ_FOLDER, dir_fd=folder)
-            try:
-                total += sum(found.st_size for _, found in blocks_in(opened, digit))
-            finally:
-                os.close(opened)
-    return total
+                    yield entry.name, found

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from kvpolicy.errors import InputError
-from kvpolicy.tiers import FileTier, block_files, digest_of_key
+from kvpolicy.tiers import FileTier, block_files, digest_of_key, idle_folders
 from kvpolicy.tiers.block_format import PAGE, aligned_memory
+from kvpolicy.tiers.idle_folders import ASK_AGAIN_S, CLAIMED_S
 from tests.tiers.blocks import (
     BLOCK_BYTES,
     FILE_BYTES,
@@ -300,14 +301,26 @@ def test_two_servers_on_one_directory_both_stay_right(tmp_path: Path) -> None:
     two.close()
 
 
+class Clock:
+    """Of a tier that was opened at its begin."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def test_folders_of_processes_that_are_gone_count_and_are_given_up_first(tmp_path: Path) -> None:
+    clock = Clock()
     for number, model in enumerate("bc"):
         gone = opened(tmp_path, namespace={**NAMESPACE, "model": model})
         store(gone, CHAIN)
         gone.close()
         os.utime(gone.directory / "lock", (number, number))
-    tier = opened(tmp_path, blocks=8)
+    tier = opened(tmp_path, blocks=8, clock=clock)
     assert store(tier, [b"1", b"2"]) == {} and bytes_of(tmp_path) == 8 * FILE_BYTES
+    clock.now_s = CLAIMED_S
     for number in range(3, 9):
         store(tier, [b"%d" % number], number)
         store(tier, [b"%d" % number], 10 + number)
@@ -324,7 +337,9 @@ def test_what_the_second_of_two_servers_left_is_cleared_first_once_one_is_alone(
     store(two, [b"c", b"d"])
     one.close()
     two.close()
-    alone = opened(tmp_path, blocks=4)
+    clock = Clock()
+    alone = opened(tmp_path, blocks=4, clock=clock)
+    clock.now_s = CLAIMED_S
     assert alone.directory == one.directory != two.directory
     assert alone.lookup([b"a", b"b"]) == 2 and load(alone, [b"a", b"b"]) == {}
     assert alone.lookup([b"c"]) == alone.lookup([b"d"]) == 0 and load(alone, [b"c"]) == {b"c": "missing"}
@@ -334,6 +349,62 @@ def test_what_the_second_of_two_servers_left_is_cleared_first_once_one_is_alone(
     counts = alone.usage().counts
     assert counts["cleared_folders"] == 1 and not counts.get("evicted") and bytes_of(tmp_path) == 4 * FILE_BYTES
     alone.close()
+
+
+def test_no_folder_is_cleared_before_others_that_start_have_claimed_theirs(tmp_path: Path) -> None:
+    """As of two ranks, of which one opens its files before the other one: both find what they had. The directory is
+    full, and each has a half of it."""
+    clock, of_rank = Clock(), [{**NAMESPACE, "rank": rank} for rank in range(2)]
+    before = [opened(tmp_path, blocks=3, namespace=namespace) for namespace in of_rank]
+    for tier in before:
+        store(tier, CHAIN)
+        tier.close()
+    first = opened(tmp_path, blocks=3, namespace=of_rank[0], clock=clock)
+    assert first.store(1, [b"d"], {0: [content(b"d")]}) == [] and ended(first) == []
+    second = opened(tmp_path, blocks=3, namespace=of_rank[1], clock=clock)
+    assert [tier.directory.name for tier in (first, second)] == ["0", "0"]
+    assert first.lookup(CHAIN) == second.lookup(CHAIN) == 3 and load(second, CHAIN) == {}
+    clock.now_s = ASK_AGAIN_S
+    assert first.store(2, [b"d"], {0: [content(b"d")]}) == [] and ended(first) == [], "it is looked who has claimed"
+    assert store(first, [b"d"], 3) == {} and first.lookup([b"d"]) == 1, "that counts no more, and its own make room"
+    assert second.lookup(CHAIN) == 3 and not first.usage().counts["cleared_folders"]
+    for tier in (first, second):
+        tier.close()
+
+
+def test_what_cannot_be_cleared_goes_on_to_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own blocks make room then, as long as they can."""
+    clock, gone = Clock(), opened(tmp_path, namespace={**NAMESPACE, "model": "b"})
+    store(gone, CHAIN)
+    gone.close()
+    tier = opened(tmp_path, blocks=5, clock=clock)
+    clock.now_s = CLAIMED_S
+    store(tier, [b"1", b"2"])
+    real = os.unlink
+
+    def refuse(file: str, **where: int) -> None:
+        if (gone.directory / file[0] / file).exists():
+            raise PermissionError(1, "immutable")
+        real(file, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(idle_folders.os, "unlink", refuse)
+        for number in range(3, 8):
+            store(tier, [b"%d" % number], number)
+            assert bytes_of(tmp_path) <= 5 * FILE_BYTES
+    assert tier.lookup([b"7"]) == 1 and tier.usage().counts["evicted"] > 0
+    assert not tier.usage().counts["cleared_folders"] and "an unused folder was not cleared" in caplog.text
+    tier.close()
+    smaller = opened(tmp_path, blocks=3, clock=clock)
+    clock.now_s += CLAIMED_S
+    with monkeypatch.context() as patch:
+        patch.setattr(idle_folders.os, "unlink", refuse)
+        for number in range(2):
+            assert smaller.store(number, [b"x"], {0: [content(b"x")]}) == [] and ended(smaller) == []
+    assert smaller.usage().blocks == 2, "giving these up would make no room"
+    smaller.close()
 
 
 def test_the_end_leaves_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

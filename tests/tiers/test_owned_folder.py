@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import owned_folder
 from kvpolicy.tiers.block_format import NO_PARENT, BlockName, digest_of_key
-from kvpolicy.tiers.owned_folder import MANIFEST, WRITING, OwnedFolder, idle_folders, open_private, refuse_unsafe
+from kvpolicy.tiers.idle_folders import idle_folders
+from kvpolicy.tiers.owned_folder import MANIFEST, MAX_NAPS, WRITING, OwnedFolder, open_private, refuse_unsafe
 from tests.tiers.blocks import NAMESPACE, descriptors
 
 NAME = BlockName(digest_of_key(b"a"), NO_PARENT)
@@ -190,33 +192,36 @@ def test_blocks_without_a_manifest_that_vouches_for_them_are_removed(tmp_path: P
     assert json.loads(manifest.read_text()) == right and not manifest.is_symlink()
 
 
-def test_unused_folders_are_found_with_their_bytes_the_one_used_longest_ago_first(tmp_path: Path) -> None:
-    used = claim(tmp_path)
-    for number, model in enumerate("bcd"):
-        folder = claim(tmp_path, model=model)
-        put(folder, size=10 + number)
-        (folder.path / NAME.folder / "notes.txt").write_text("not counted")
-        folder.close()
-        os.utime(folder.path / "lock", (100 - number, 100 - number))
-    idle = idle_folders(tmp_path, used.path)
-    assert [(folder.used_bytes, folder.used_s) for folder in idle] == [(12, 98), (11, 99), (10, 100)]
-    living = claim(tmp_path, model="d")
-    assert not idle[0].clear() and (living.path / NAME.folder / NAME.file).exists()
-    assert idle[1].clear() and not (idle[1].path / NAME.folder / NAME.file).exists()
-    assert (idle[1].path / NAME.folder / "notes.txt").exists()
-    assert sorted(folder.used_bytes for folder in idle_folders(tmp_path, used.path)) == [0, 10]
-    living.close()
-    used.close()
+def shared(path: Path) -> int:
+    """Its lock, as one who counts or clears it has it."""
+    lock = os.open(path / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
 
 
-def test_what_is_no_folder_of_blocks_is_left_alone(tmp_path: Path) -> None:
-    used = claim(tmp_path)
-    (tmp_path / ("a" * 40)).mkdir()
-    (tmp_path / ("a" * 40) / "0").write_text("")
-    (tmp_path / ("a" * 40) / "1").mkdir()
-    (tmp_path / "notes").mkdir()
-    assert idle_folders(tmp_path, used.path) == []
-    used.close()
+def test_a_claim_waits_for_who_only_looks_and_for_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim(tmp_path).close()
+    path, naps = next(tmp_path.glob("*/0")), list[float]()
+    lock = shared(path)
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            os.close(lock)
+
+    monkeypatch.setattr(owned_folder.time, "sleep", nap)
+    first = claim(tmp_path)
+    assert first.path == path and len(naps) == 3
+    second = claim(tmp_path)
+    assert second.path.name == "1" and len(naps) == 3, "a living process is not waited for"
+    second.close()
+    first.close()
+    lock = shared(path)
+    naps += [0.0] * 3
+    patient = claim(tmp_path)
+    assert patient.path.name == "1" and len(naps) == 6 + MAX_NAPS, "nor is anybody for ever"
+    patient.close()
+    os.close(lock)
 
 
 def test_a_folder_is_opened_once_for_all(tmp_path: Path) -> None:

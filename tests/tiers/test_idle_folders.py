@@ -1,0 +1,145 @@
+"""Folders of blocks that no process owns: found, counted and cleared, and left to whoever claims them meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.tiers import idle_folders as module
+from kvpolicy.tiers.block_format import FOLDERS, NO_PARENT, BlockName
+from kvpolicy.tiers.idle_folders import ASK_AGAIN_S, CLAIMED_S, IdleFolders, idle_folders
+from kvpolicy.tiers.owned_folder import WRITING, OwnedFolder
+from tests.tiers.test_owned_folder import NAME, claim, put
+
+
+def test_unused_folders_are_found_with_their_bytes_the_one_used_longest_ago_first(tmp_path: Path) -> None:
+    used = claim(tmp_path)
+    for number, model in enumerate("bcd"):
+        folder = claim(tmp_path, model=model)
+        put(folder, size=10 + number)
+        (folder.path / NAME.folder / "notes.txt").write_text("not counted")
+        folder.close()
+        os.utime(folder.path / "lock", (100 - number, 100 - number))
+    idle = idle_folders(tmp_path, used.path)
+    assert [(folder.used_bytes, folder.used_s) for folder in idle] == [(12, 98), (11, 99), (10, 100)]
+    living = claim(tmp_path, model="d")
+    assert not idle[0].clear() and (living.path / NAME.folder / NAME.file).exists()
+    assert idle[1].clear() and not (idle[1].path / NAME.folder / NAME.file).exists()
+    assert (idle[1].path / NAME.folder / "notes.txt").exists()
+    assert sorted(folder.used_bytes for folder in idle_folders(tmp_path, used.path)) == [0, 10]
+    living.close()
+    used.close()
+
+
+def test_a_folder_that_others_count_is_claimed_meanwhile_under_its_own_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one rank looks for unused folders while another one claims its own. The latter's is not unused then."""
+    used, model_of = claim(tmp_path), dict[Path, str]()
+    for model in "bc":
+        gone = claim(tmp_path, model=model)
+        model_of[gone.path] = model
+        gone.close()
+    claimed: list[OwnedFolder] = []
+    count = module._used_bytes
+
+    def counted(path: Path) -> int:
+        if not claimed:
+            claimed.append(claim(tmp_path, model=model_of[path]))
+            assert claimed[0].path == path
+        return count(path)
+
+    monkeypatch.setattr(module, "_used_bytes", counted)
+    idle = idle_folders(tmp_path, used.path)
+    assert [folder.path for folder in idle] == [path for path in model_of if path != claimed[0].path]
+    for folder in (used, *claimed):
+        folder.close()
+
+
+def test_what_was_being_written_counts_and_is_cleared_too(tmp_path: Path) -> None:
+    """As in the folder of a model that was killed, and that nobody serves again."""
+    used, gone = claim(tmp_path), claim(tmp_path, model="b")
+    put(gone, size=10)
+    half = gone.path / WRITING / "7"
+    half.write_bytes(bytes(5))
+    os.close(gone._lock)  # as when the process was killed
+    (idle,) = idle_folders(tmp_path, used.path)
+    assert idle.used_bytes == 15
+    assert idle.clear() and not half.exists() and idle.left_bytes() == 0
+    used.close()
+
+
+def test_what_cannot_be_removed_is_an_error_once_all_else_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, gone = claim(tmp_path), claim(tmp_path, model="b")
+    names = [BlockName(bytes.fromhex(digit * 40), NO_PARENT) for digit in FOLDERS]
+    for name in names:
+        put(gone, name)
+    gone.close()
+    (idle,) = idle_folders(tmp_path, used.path)
+    real = os.unlink
+
+    def unlink(file: str, **where: int) -> None:
+        if file == names[7].file:
+            raise PermissionError(1, "immutable")
+        real(file, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "unlink", unlink)
+        with pytest.raises(PermissionError):
+            idle.clear()
+    assert idle.left_bytes() == 10 and not idle.is_owned()
+    used.close()
+
+
+def test_what_is_no_folder_of_blocks_is_left_alone(tmp_path: Path) -> None:
+    used = claim(tmp_path)
+    (tmp_path / ("a" * 40)).mkdir()
+    (tmp_path / ("a" * 40) / "0").write_text("")
+    (tmp_path / ("a" * 40) / "1").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert idle_folders(tmp_path, used.path) == []
+    used.close()
+
+
+def attempt(action: Callable[[], None]) -> str:
+    """As a tier tries something: why it failed, empty where it did not."""
+    try:
+        action()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def test_folders_make_room_once_those_that_start_as_well_had_time_to_claim_theirs(tmp_path: Path) -> None:
+    used = claim(tmp_path)
+    for number, model in enumerate("bcd"):
+        folder = claim(tmp_path, model=model)
+        put(folder)
+        folder.close()
+        os.utime(folder.path / "lock", (number, number))
+    idle = IdleFolders(idle_folders(tmp_path, used.path), 100.0)
+    assert idle.any and idle.used_bytes == 30
+    claimed = claim(tmp_path, model="c")
+    look = idle.next_task(100.0)
+    assert look is not None and idle.next_task(100.0) is None, "one after the other"
+    look(attempt)
+    assert idle.settle() == 0 and idle.used_bytes == 20, "claimed, not cleared"
+    assert idle.next_task(100.0 + ASK_AGAIN_S / 2) is None
+    again = idle.next_task(100.0 + ASK_AGAIN_S)
+    assert again is not None
+    again(attempt)
+    assert idle.settle() == 0 and idle.used_bytes == 20
+    for left in (10, 0):
+        clear = idle.next_task(100.0 + CLAIMED_S)
+        assert clear is not None
+        clear(attempt)
+        assert idle.settle() == 1 and idle.used_bytes == left
+    assert not idle.any and idle.next_task(100.0 + CLAIMED_S) is None
+    assert (claimed.path / NAME.folder / NAME.file).exists()
+    for folder in (used, claimed):
+        folder.close()
