@@ -18,6 +18,7 @@ from kvpolicy.order import Fcfs, Order, is_stock
 from kvpolicy.policy import Policy
 from kvpolicy.prefix_hits import NO_HITS, PrefixHits
 from kvpolicy.request_marks import HintLimits
+from kvpolicy.tiers import MAX_QUEUED_BLOCKS
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
 
@@ -100,7 +101,7 @@ class LowerTiers:
     """Rate of the files' device, in each direction."""
     file_latency_s: float = 1e-4
     """Seconds that every read and every write takes besides."""
-    file_queue_blocks: int = 1024
+    file_queue_blocks: int = MAX_QUEUED_BLOCKS
     """Blocks whose write is under way or waits, at most. What leaves host memory beyond them is lost."""
     hints: HintLimits = HintLimits()
     """How much of host memory the hints of requests may hold back."""

@@ -22,6 +22,9 @@ Chain = Sequence[Key]
 Pieces = Sequence[NDArray[np.uint8]]
 """Host memory of one block: contiguous arrays of one dimension, one after the other."""
 Kind = Literal["store", "load"]
+MAX_QUEUED_BLOCKS = 1024
+"""Blocks whose store is under way or waits, at most, where nothing else is said: a step of 8,192 tokens may give away
+512 blocks of 16 tokens. As many in simulations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import guarded
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import Client, HintLimits, Hints
-from kvpolicy.tiers.base import Chain, Finished, Key, Kind, Pieces, Usage
+from kvpolicy.tiers.base import MAX_QUEUED_BLOCKS, Chain, Finished, Key, Kind, Pieces, Usage
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
 from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, Damaged, digest_of_key
 from kvpolicy.tiers.identity import namespace_digest
@@ -34,7 +34,6 @@ from kvpolicy.tiers.owned_folder import OwnedFolder
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_QUEUE_BLOCKS = 64
 DEFAULT_THREADS = 4
 MIN_THREADS = 2
 """One for loads alone, and one for stores."""
@@ -76,7 +75,7 @@ class FileTier:
         self._gone: list[bytes] = []
         self._counts: Counter[str] = Counter()
         self._warnings = MAX_WARNINGS
-        self._queue_blocks = DEFAULT_QUEUE_BLOCKS
+        self._queue_blocks = MAX_QUEUED_BLOCKS
         self._threads: IoThreads[Scratch]
 
     @classmethod
@@ -87,7 +86,7 @@ class FileTier:
         block_bytes: int,
         capacity_bytes: int,
         policy: str = "lru",
-        queue_blocks: int = DEFAULT_QUEUE_BLOCKS,
+        queue_blocks: int = MAX_QUEUED_BLOCKS,
         threads: int = DEFAULT_THREADS,
         hints: HintLimits | None = None,
         block_tokens: int = 1,

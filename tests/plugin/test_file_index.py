@@ -11,7 +11,7 @@ from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.host_store.copy_queues import RECENT_COPIES
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
-from kvpolicy.tiers import digest_of_key
+from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
 from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
@@ -23,8 +23,8 @@ CHAT = Client("chat", b"salt")
 class Core:
     """Host memory with a cache, an index of files, and a clock."""
 
-    def __init__(self, ranks: int = 2, cache: CachingPolicy | None = None) -> None:
-        self.pool = HostStore(SLOTS, Lru(SLOTS) if cache is None else cache)
+    def __init__(self, ranks: int = 2, cache: CachingPolicy | None = None, slots: int = SLOTS) -> None:
+        self.pool = HostStore(slots, Lru(slots) if cache is None else cache)
         self.now, self.counts = 0.0, Counter[str]()
         self.index = FileIndex(self.pool, ranks, 100, lambda: self.now, self._count)
         self.ranks = ranks
@@ -138,6 +138,40 @@ def test_files_hold_at_most_a_share_of_the_slots() -> None:
     core.save([b"later", b"still"])
     assert core.counts["refused"] == SLOTS - SLOTS // SHARE + 2
     assert not core.index.fetch([b"other"], 0, 1)
+
+
+def test_what_one_step_saves_for_files_is_no_more_than_they_take() -> None:
+    """As each evicts something from host memory."""
+    core = Core()
+    core.index.acknowledge([FileReport(ready=True)] * core.ranks)
+    asked = [core.index.takes(b"%d" % number, 9) for number in range(SLOTS)]
+    assert asked == [True] * (SLOTS // SHARE) + [False] * (SLOTS - SLOTS // SHARE)
+    core.index.note_late()
+    assert core.index.takes(b"x", 9)
+
+
+def test_no_more_is_given_to_workers_than_their_queues_hold() -> None:
+    """What would be refused there is known here: nothing is evicted from host memory for it, and it is counted apart
+    from what fails."""
+    blocks = MAX_QUEUED_BLOCKS + 100
+    core = Core(slots=SHARE * 2 * blocks)
+    core.index.acknowledge([FileReport(ready=True)] * core.ranks)
+    core.save([b"%d" % number for number in range(blocks)])
+    ((job,), _) = core.jobs()
+    assert len(job.keys) == MAX_QUEUED_BLOCKS and core.counts == {"refused": 100}
+    assert core.index._room() > 0 and not core.index.takes(b"x", 3)
+    core.report(job)
+    assert core.index.takes(b"x", 3) and core.counts["stored"] == MAX_QUEUED_BLOCKS
+
+
+def test_what_a_rank_has_no_room_for_is_refused_and_has_not_failed() -> None:
+    core = Core()
+    core.save(CHAIN)
+    ((job,), _) = core.jobs()
+    _, b, c = map(digest_of_key, CHAIN)
+    core.index.acknowledge([FileReport(job.number, refused=(b, c)), FileReport(job.number, failed=(c,))])
+    assert core.index.leading(CHAIN) == 1 and core.index.leading([b"b"]) == core.index.leading([b"c"]) == 0
+    assert core.counts == {"stored": 1, "refused": 1, "store_failed": 1}
 
 
 def test_blocks_come_back_to_host_memory() -> None:
@@ -402,8 +436,10 @@ def test_nothing_is_saved_for_files_that_are_not_there_have_no_room_or_failed() 
     assert not core.index.takes(b"x", 3), "no rank has said what is there"
     core.index.acknowledge([FileReport(ready=True)] * core.ranks)
     assert core.index.takes(b"x", 3)
+    core.index.note_late()
     core.save(CHAIN)
     assert not core.index.takes(b"a", 3) and core.index.takes(b"x", 3)
+    core.index.note_late()
     core.save([b"d"])
     assert core.index._room() == 0 and not core.index.takes(b"x", 3)
     first, second = core.jobs()[0]

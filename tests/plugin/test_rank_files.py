@@ -173,6 +173,18 @@ def test_a_slot_that_holds_no_whole_block_is_not_stored(rank: tuple[RankFiles, I
     assert reports(files) == [FileReport(1, failed=(digest_of_key(b"b"),))]
 
 
+def test_what_there_is_no_room_for_is_refused_and_has_not_failed(tmp_path: Path) -> None:
+    """Files for one block, of two that are stored at once. A third one is not whole."""
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 2 * 4096)
+    device = copier()
+    device.save(Job(1, "r", (0, 1), (0, 1)))
+    files = RankFiles(tier, device)
+    assert files.reports() == [FileReport(ready=True)]
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b", b"c"), (0, 1, 7), (b"a", b"b", b"c")),)))
+    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"c"),), refused=(digest_of_key(b"b"),))]
+    files.close()
+
+
 def test_jobs_that_are_given_twice_are_done_once(rank: tuple[RankFiles, IndexingCopier]) -> None:
     files, _ = rank
     jobs = StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),))
@@ -273,7 +285,7 @@ def test_the_tier_that_a_document_shows_takes_the_place_of_files() -> None:
     files, chain = RankFiles(tier, device), (b"a", b"b", b"c")
     assert files.reports() == [FileReport(ready=True)]
     files.begin(StepJobs(1, file_stores=(FileJob(1, chain, (0, 1, 2), chain),), file_events=(FileEvent(chain),)))
-    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"c"),))]
+    assert reports(files) == [FileReport(1, refused=(digest_of_key(b"c"),))]
     files.begin(StepJobs(2, file_loads=(FileJob(2, (b"b", b"c"), (5, 6)),)))
     assert reports(files) == [FileReport(2, failed=(digest_of_key(b"c"),))]
     device.load(Job(2, "r", (4,), (5,)))

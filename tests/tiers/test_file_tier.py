@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpolicy.errors import InputError
-from kvpolicy.tiers import FileTier, block_files, digest_of_key, idle_folders
+from kvpolicy.tiers import MAX_QUEUED_BLOCKS, FileTier, block_files, digest_of_key, idle_folders
 from kvpolicy.tiers.block_format import PAGE, aligned_memory
 from kvpolicy.tiers.idle_folders import ASK_AGAIN_S, CLAIMED_S
 from tests.tiers.blocks import (
@@ -223,6 +223,19 @@ def test_a_full_queue_refuses_and_nobody_waits(tmp_path: Path, monkeypatch: pyte
     assert tier.lookup(chain) == 2 and tier.store(3, [b"e"], {0: [content(b"e")]}) == [0]
     ended(tier)
     tier.close()
+
+
+def test_the_queue_takes_what_two_steps_give_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8,192 tokens each, in blocks of 16: what is refused leaves a hole in a prompt, at which a hit ends."""
+    tier = opened(tmp_path, blocks=1100, threads=2)
+    gate, blocks = Gate(monkeypatch, "writev"), {place: [content(b"a")] for place in range(1100)}
+    chain = [b"%d" % place for place in blocks]
+    assert MAX_QUEUED_BLOCKS >= 2 * 8192 // 16
+    assert tier.store(1, chain, blocks) == [*range(MAX_QUEUED_BLOCKS)]
+    assert tier.usage().counts["refused_queue_full"] == 1100 - MAX_QUEUED_BLOCKS
+    opening = when_closing(tier._threads, gate.open)
+    tier.close()
+    opening.join()
 
 
 def test_a_load_does_not_wait_for_slow_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from math import inf
 
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, RecentRate
 from kvpolicy.request_marks import Client, Hints
-from kvpolicy.tiers import digest_of_key
+from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -45,6 +45,7 @@ class Under:
     """Of a load: keys in host memory of all blocks up to its last one."""
     reports: int = 0
     failed: set[bytes] = field(default_factory=set)
+    refused: set[bytes] = field(default_factory=set)
 
 
 class FileIndex:
@@ -65,6 +66,8 @@ class FileIndex:
         """When ranks could first say what an earlier server left."""
         self._storing: set[bytes] = set()
         """Keys of contents that are being stored, as the workers know them."""
+        self._taken = 0
+        """Contents that are to be saved to host memory for files, since the step began."""
         self._coming: dict[bytes, Under] = {}
         """Loads by the keys of their contents."""
         self._ready = 0
@@ -164,10 +167,12 @@ class FileIndex:
 
     def takes(self, key: Hashable, blocks: int) -> bool:
         """Whether a content of a chain of so many blocks is worth saving to host memory for files, which are there and
-        can store it now."""
-        if not self.ready or self._room() <= 0 or self._clock() < self._fail_until_s:
+        can store it now, with all that they have taken so since the step began."""
+        if not self.ready or self._store_room() <= self._taken or self._clock() < self._fail_until_s:
             return False
-        return isinstance(key, bytes) and self._lacks(key) and self.worth_saving(blocks)
+        taken = isinstance(key, bytes) and self._lacks(key) and self.worth_saving(blocks)
+        self._taken += taken
+        return taken
 
     def _lacks(self, key: bytes) -> bool:
         """Whether files neither have this content nor are about to."""
@@ -175,7 +180,7 @@ class FileIndex:
         return key not in self._storing and self._there.get(digest_of_key(key), 0) < self._ranks
 
     def _store(self, run: list[HostBlock]) -> None:
-        room = self._room()
+        room = max(0, self._store_room())
         self._count("refused", len(run[room:]))
         run = run[:room]
         if not run:
@@ -220,7 +225,7 @@ class FileIndex:
 
         Its slots stay taken until every rank has reported it, for a worker may still be writing to them. They count
         towards what stores and loads may hold, so that lost reports never cost more of host memory than that."""
-        now = self._clock()
+        now, self._taken = self._clock(), 0
         self._since_s = now if self._since_s is None else self._since_s
         late = []
         for number, under in self._under.items():
@@ -260,6 +265,7 @@ class FileIndex:
             under = of.get(report.number)
             if under is not None:
                 under.failed.update(report.failed)
+                under.refused.update(report.refused)
                 under.reports += 1
                 if under.reports == self._ranks:
                     del of[report.number]
@@ -280,6 +286,10 @@ class FileIndex:
     def _room(self) -> int:
         return self._pool.total // SHARE - self._held
 
+    def _store_room(self) -> int:
+        """As far as the workers' queues are concerned, too, which hold no more than what is being stored."""
+        return min(self._room(), MAX_QUEUED_BLOCKS - len(self._storing))
+
     def _begin(self, under: Under, jobs: list[FileJob], chain: tuple[bytes, ...] = ()) -> None:
         self._numbers += 1
         self._under[self._numbers] = under
@@ -290,7 +300,9 @@ class FileIndex:
     def _settle(self, under: Under) -> None:
         """All ranks have finished a store or a load."""
         self._held -= len(under.blocks)
-        done = [digest_of_key(key) not in under.failed for key in under.keys]
+        digests = [digest_of_key(key) for key in under.keys]
+        lost = under.failed | under.refused
+        done = [digest not in lost for digest in digests]
         if under.chain:
             self._loaded(under, done)
         else:
@@ -300,7 +312,9 @@ class FileIndex:
                     self._there[digest_of_key(key)] = self._ranks
             self._fail_until_s = -inf if any(done) else self._clock() + RENEWED_S
             self._count("stored", sum(done))
-            self._count("store_failed", len(done) - sum(done))
+            refused = len(under.refused - under.failed)
+            self._count("refused", refused)
+            self._count("store_failed", len(done) - sum(done) - refused)
         self._pool.release(under.copy)
 
     def _loaded(self, under: Under, done: Sequence[bool]) -> None:

@@ -69,6 +69,9 @@ class FileReport:
     failed: tuple[bytes, ...] = ()
     """Digests of the job's blocks that are not in this rank's files after a store, or not in its host slots after a
     load."""
+    refused: tuple[bytes, ...] = ()
+    """Digests of the others that are not in its files after a store, since there was no room for them or too much
+    before them."""
     gone: tuple[bytes, ...] = ()
     """Digests of blocks that were in its files and are not any more."""
     found: tuple[bytes, ...] = ()

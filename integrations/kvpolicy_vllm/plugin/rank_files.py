@@ -29,8 +29,8 @@ class RankFiles:
         self._failures = [] if failures is None else failures
         self._memory = host_rows(copier)
         self._reports: list[FileReport] = []
-        self._open: dict[int, tuple[FileJob, set[bytes]]] = {}
-        """Jobs under way, by number, with the digests of blocks that have failed already."""
+        self._open: dict[int, tuple[FileJob, set[bytes], tuple[bytes, ...]]] = {}
+        """Jobs under way, by number, with the digests of blocks that have failed already, and of those refused."""
         self._last: StepJobs | None = None
         self._stale: set[int] = set()
         """Numbers of loads into memory that is not used any more."""
@@ -43,7 +43,7 @@ class RankFiles:
         """Use the host slots of another copier from now on. Waits for what is under way; loads fail."""
         self._begin_loads(anyway=True)
         self._tier.wait_idle()
-        self._stale |= {number for number, (job, _) in self._open.items() if not job.chain}
+        self._stale |= {number for number, (job, _, _) in self._open.items() if not job.chain}
         self._copier, self._memory = copier, host_rows(copier)
 
     def begin(self, jobs: StepJobs) -> None:
@@ -64,7 +64,7 @@ class RankFiles:
             for job in jobs.file_stores:
                 self._store(job)
             for job in jobs.file_loads:
-                self._open[job.number] = job, set()
+                self._open[job.number] = job, set(), ()
                 self._waiting.append(job)
         if self._waiting:
             self._begin_loads()
@@ -83,13 +83,15 @@ class RankFiles:
     def _store(self, job: FileJob) -> None:
         first = job.chain.index(job.keys[0])
         wanted = {first + place: self._pieces(slot) for place, slot in enumerate(job.slots) if self._copier.holds(slot)}
-        refused = {key for key in job.keys if not self._tier.lookup([key])}
+        lacking = [index for index, key in enumerate(job.chain) if index >= first and not self._tier.lookup([key])]
         taken = self._tier.store(job.number, job.chain, wanted)
-        failed = {digest_of_key(key) for key in refused - {job.chain[index] for index in taken}}
+        left_out = [index for index in lacking if index not in taken]
+        failed = {digest_of_key(job.chain[index]) for index in left_out if index not in wanted}
+        refused = tuple(digest_of_key(job.chain[index]) for index in left_out if index in wanted)
         if taken:
-            self._open[job.number] = job, failed
+            self._open[job.number] = job, failed, refused
         else:
-            self._reports.append(FileReport(job.number, failed=tuple(failed)))
+            self._reports.append(FileReport(job.number, failed=tuple(failed), refused=refused))
 
     def _pieces(self, slot: int) -> Pieces:
         return [rows[slot] for rows in self._memory]
@@ -97,7 +99,7 @@ class RankFiles:
     def reports(self) -> list[FileReport]:
         """What has happened since the last call."""
         for finished in self._tier.finished():
-            job, failed = self._open.pop(finished.number)
+            job, failed, refused = self._open.pop(finished.number)
             failed.update(map(digest_of_key, finished.failed))
             if finished.number in self._stale:
                 self._stale.discard(finished.number)
@@ -105,7 +107,7 @@ class RankFiles:
             if finished.kind == "load":
                 pairs = zip(job.keys, job.slots, strict=True)
                 self._copier.filled(slot for key, slot in pairs if digest_of_key(key) not in failed)
-            self._reports.append(FileReport(finished.number, failed=tuple(failed)))
+            self._reports.append(FileReport(finished.number, failed=tuple(failed), refused=refused))
         gone = self._tier.take_gone()
         reports, self._reports = self._reports, []
         if self._found:
