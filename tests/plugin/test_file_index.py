@@ -12,7 +12,9 @@ from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.host_store.copy_queues import RECENT_COPIES
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
-from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, RENEWED_S, SHARE, FileIndex
+from kvpolicy_vllm.plugin.file_index import SHARE, FileIndex
+from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S
+from kvpolicy_vllm.plugin.host_copies import MAX_FAILURES_IN_A_ROW
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 SLOTS = 16
@@ -288,7 +290,7 @@ def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
     core.now += 0.2
     assert core.index.backlog_s() == pytest.approx(1.3)
     core.now += 0.8
-    assert core.index.backlog_s() == pytest.approx(1.0), "the first one takes longer than expected"
+    assert core.index.backlog_s() == pytest.approx(1.5), "the first one takes longer than expected, and may go on so"
     core.report(one)
     core.now += 2.0
     core.report(two)
@@ -344,6 +346,115 @@ def test_nobody_waits_for_ever_and_a_slot_that_may_be_written_to_is_not_used_aga
     assert core.pool.used == 1, "the other rank may still be writing to its slot"
     core.report(job, ranks=1)
     assert core.pool.used == 0 and core.pool.leading([b"a"]) == core.index.leading([b"a"]) == 1
+
+
+def begun(core: Core, key: bytes) -> FileJob | None:
+    """The load of a content that has begun; None where none has."""
+    waits = core.index.fetch([key], 0, 1)
+    loads = core.jobs()[1]
+    assert not waits or loads
+    return loads[0] if loads else None
+
+
+def test_a_late_load_suspends_reads_until_one_comes_in_time() -> None:
+    """As on a disk that hangs: the next prompts do not wait for it, too."""
+    core = Core()
+    for key in (b"a", b"b", b"c", b"d"):
+        core.stored([key])
+    core.drop_from_host()
+    first = begun(core, b"a")
+    core.now = 5.0
+    second = begun(core, b"b")
+    assert core.index.is_coming(b"b")
+    core.now = MAX_WAIT_S
+    core.index.note_late()
+    assert not core.index.is_coming(b"b"), "nor does anybody wait any longer who waits already"
+    assert begun(core, b"c") is None and core.counts["suspended"] == 1
+    assert first is not None and second is not None
+    core.now = 2 * MAX_WAIT_S
+    core.index.note_late()
+    core.report(second)
+    assert begun(core, b"c") is None, "the other one may hang still"
+    core.report(first)
+    assert not core.index.fetch([b"c"], 0, 1), "the disk goes on, but nobody waits before it is seen to be fast"
+    (_, (trial,)) = core.jobs()
+    assert not core.index.fetch([b"d"], 0, 1) and core.jobs()[1] == [], "one is tried at a time"
+    core.report(trial)
+    assert core.pool.leading([b"c"]) == 1 and core.index.fetch([b"d"], 0, 1) and core.index.is_coming(b"d")
+
+
+def test_a_disk_that_is_always_late_is_tried_and_never_waited_for() -> None:
+    core = Core()
+    for key in (b"a", b"b", b"c"):
+        core.stored([key])
+    core.drop_from_host()
+    for key in (b"a", b"b"):
+        job = begun(core, key)
+        core.now += MAX_WAIT_S + 1.0
+        core.index.note_late()
+        assert job is not None
+        core.report(job)
+    assert core.counts["late"] == 2 and not core.index.fetch([b"c"], 0, 1)
+
+
+def test_a_report_that_never_comes_does_not_suspend_reads_for_ever() -> None:
+    core = Core()
+    core.stored([b"a"])
+    core.stored([b"b"])
+    core.drop_from_host()
+    begun(core, b"a")
+    core.now = MAX_WAIT_S
+    core.index.note_late()
+    assert begun(core, b"b") is None
+    core.now = RENEWED_S
+    trial = begun(core, b"b")
+    assert trial is not None
+    core.report(trial)
+    core.drop_from_host()
+    assert core.index.fetch([b"b"], 0, 1)
+
+
+def test_loads_that_bring_nothing_move_no_bytes_and_suspend_reads_when_there_are_several_in_a_row() -> None:
+    """As where files are gone: that is known at once, and says nothing of how fast they are."""
+    core = Core()
+
+    def load(key: bytes, failed: Sequence[bytes], seconds: float) -> None:
+        core.stored([key])
+        core.drop_from_host()
+        assert core.index.fetch([key], 0, 1)
+        (_, (job,)) = core.jobs()
+        core.now += seconds
+        core.report(job, failed)
+
+    load(b"a", (), 0.5)
+    for number in range(MAX_FAILURES_IN_A_ROW - 1):
+        load(b"%d" % number, [b"%d" % number], 0.0)
+    assert core.index.read_s(1) == pytest.approx(0.5)
+    load(b"a", (), 0.5)
+    for number in range(MAX_FAILURES_IN_A_ROW):
+        load(b"%d" % number, [b"%d" % number], 0.0)
+    core.stored([b"b"])
+    core.drop_from_host()
+    assert core.index.read_s(1) == pytest.approx(0.5) and not core.index.fetch([b"b"], 0, 1)
+    assert core.counts["suspended"] == 1
+
+
+def test_loads_from_before_a_reset_are_no_failures() -> None:
+    core = Core()
+    keys = [b"%d" % number for number in range(SLOTS // SHARE)]
+    for _ in range(2):
+        for key in keys:
+            core.stored([key])
+        core.drop_from_host()
+        jobs = [begun(core, key) for key in keys]
+        core.pool.forget_keys()
+        core.index.forget()
+        for job in jobs:
+            assert job is not None
+            core.report(job)
+    core.stored(CHAIN)
+    core.drop_from_host()
+    assert core.index.fetch(CHAIN, 0, 3) and core.index.read_s(1) == 0.0
 
 
 def test_what_comes_late_is_of_the_weights_of_its_time() -> None:

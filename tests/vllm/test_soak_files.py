@@ -16,7 +16,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvpolicy.caching import KINDS
-from kvpolicy_vllm.plugin.file_index import MAX_WAIT_S, SHARE, FileIndex
+from kvpolicy_vllm.plugin.file_index import SHARE, FileIndex
+from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport
 from tests.vllm import fuzz, harness
 from tests.vllm.models import write_llama

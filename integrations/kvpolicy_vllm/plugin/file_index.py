@@ -12,22 +12,17 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from kvpolicy.host_store import HostBlock, HostCopy, HostStore, RecentRate
+from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
+from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S, FileReads
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SHARE = 4
 """Of host slots, stores and loads of files hold at most one in so many."""
-MAX_WAIT_S = 10.0
-"""A request waits so long for its blocks to come from files, and is computed then. What not all ranks have reported for
-so long is late."""
 WARNING_EVERY_S = 60.0
-RENEWED_S = 600.0
-"""How long files took counts for so long after the last load, and that they could not be written: a disk that was too
-slow, or full, is tried again then."""
 Count = Callable[[str, int], None]
 
 
@@ -46,6 +41,8 @@ class Under:
     reports: int = 0
     failed: set[bytes] = field(default_factory=set)
     refused: set[bytes] = field(default_factory=set)
+    stale: bool = False
+    """Whether there was a reset since it began."""
 
 
 class FileIndex:
@@ -53,7 +50,7 @@ class FileIndex:
     controller's. ``count``: counts blocks by what happened to them."""
 
     def __init__(self, pool: HostStore, ranks: int, block_bytes: int, clock: Callable[[], float], count: Count) -> None:
-        self._pool, self._ranks, self._block_bytes = pool, ranks, block_bytes
+        self._pool, self._ranks, self._reads = pool, ranks, FileReads(block_bytes, clock)
         self._clock, self._count = clock, count
         self._salt = b""
         self._there: dict[bytes, int] = {}
@@ -79,10 +76,6 @@ class FileIndex:
         self._events: list[FileEvent] = []
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
-        self._reads, self._reads_until_s = RecentRate(), 0.0
-        """How long loads took, and when that stops counting."""
-        self._last_read_s = -inf
-        """When the last load ended. The time of one that was behind it counts from then."""
         self._fail_until_s = -inf
         """After a store of which nothing was stored, as on a full disk: when another may be worth saving for."""
         self.worth_storing: Callable[[int], bool] = lambda blocks: True
@@ -120,7 +113,7 @@ class FileIndex:
     def read_s(self, blocks: int) -> float:
         """Expected seconds until so many blocks are in host memory, if nothing else is on its way; 0 where none was
         loaded for long."""
-        return 0.0 if self._clock() >= self._reads_until_s else self._reads.seconds(blocks * self._block_bytes)
+        return self._reads.expected_s(blocks)
 
     def backlog_s(self) -> float:
         """Expected seconds until what is on its way from files is in host memory, late blocks not: it is read before
@@ -128,8 +121,7 @@ class FileIndex:
         loads = [under for under in self._under.values() if under.chain]
         if not loads:
             return 0.0
-        spent_s = self._clock() - max(loads[0].began_s, self._last_read_s)
-        left_s = max(0.0, self.read_s(len(loads[0].keys)) - spent_s)
+        left_s = self._reads.left_s(loads[0].began_s, len(loads[0].keys))
         return left_s + self.read_s(sum(len(under.keys) for under in loads[1:]))
 
     def arrived(self, chain: Sequence[bytes]) -> None:
@@ -198,7 +190,24 @@ class FileIndex:
 
     def fetch(self, chain: Sequence[bytes], first: int, count: int) -> bool:
         """Bring ``count`` contents of a chain to host memory, from index ``first`` on, or fewer where there is no room
-        for more; False where there is for none. What they continue, and what hints hold back, does not go for them."""
+        for more; False where nobody should wait for them. What they continue, and what hints hold back, does not go for
+        them.
+
+        While reads are suspended nobody waits. One load at a time is tried all the same: if it comes in time, they are
+        suspended no longer."""
+        if not self._reads.suspended:
+            return self._bring(chain, first, count)
+        self._count("suspended", count)
+        if self._may_try():
+            self._bring(chain, first, count)
+        return False
+
+    def _may_try(self) -> bool:
+        """Whether no load is under way. One that is not reported may be waited for in vain, but not for ever."""
+        loads = [under for under in (*self._under.values(), *self._late.values()) if under.chain]
+        return all(self._clock() >= under.began_s + RENEWED_S for under in loads)
+
+    def _bring(self, chain: Sequence[bytes], first: int, count: int) -> bool:
         count = min(count, self._room(), self._pool.free)
         if count <= 0:
             return False
@@ -215,9 +224,10 @@ class FileIndex:
         return True
 
     def is_coming(self, key: bytes) -> bool:
-        """Whether the content is on its way to host memory, and it has not taken too long."""
+        """Whether the content is on its way to host memory, and is worth waiting for: it has not taken too long, and
+        reads are not suspended."""
         under = self._coming.get(self._salt + key)
-        return under is not None and self._clock() < under.began_s + MAX_WAIT_S
+        return under is not None and self._clock() < under.began_s + MAX_WAIT_S and not self._reads.suspended
 
     def note_late(self) -> None:
         """Await no more what workers have not reported for too long: nobody waits for it, and no other request finds
@@ -236,6 +246,7 @@ class FileIndex:
             under = self._late[number] = self._under.pop(number)
             self._count("late", len(under.keys))
             if under.chain:
+                self._reads.late()
                 for key in under.keys:
                     self._there.pop(digest_of_key(key), None)
         if late and (self._warned_s is None or now >= self._warned_s + WARNING_EVERY_S):
@@ -282,6 +293,7 @@ class FileIndex:
         self._forgets, self._events = True, []
         for under in (*self._under.values(), *self._late.values()):
             under.failed.update(map(digest_of_key, under.keys))
+            under.stale = True
 
     def _room(self) -> int:
         return self._pool.total // SHARE - self._held
@@ -311,8 +323,8 @@ class FileIndex:
                 if ok:
                     self._there[digest_of_key(key)] = self._ranks
             self._fail_until_s = -inf if any(done) else self._clock() + RENEWED_S
-            self._count("stored", sum(done))
             refused = len(under.refused - under.failed)
+            self._count("stored", sum(done))
             self._count("refused", refused)
             self._count("store_failed", len(done) - sum(done) - refused)
         self._pool.release(under.copy)
@@ -328,10 +340,7 @@ class FileIndex:
         right = [block for block, ok in zip(under.blocks, done, strict=True) if ok]
         places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]
         self._pool.brought(under.chain, places, right)
-        now = self._clock()
-        if now >= self._reads_until_s:
-            self._reads.forget()
-        self._reads.add(now - max(under.began_s, self._last_read_s), len(done) * self._block_bytes)
-        self._reads_until_s, self._last_read_s = now + RENEWED_S, now
         self._count("loaded", len(right))
         self._count("load_failed", len(done) - len(right))
+        if not under.stale:
+            self._reads.ended(under.began_s, len(right))
