@@ -43,6 +43,8 @@ GIB = 1 << 30
 DEFAULT_HOST_GIB = 4.0
 """Host memory for evicted KV, of a simulated server, and of one whose machines or ranks may not see the same memory."""
 DEFAULT_CACHE_FILES_GIB = 100.0
+NO_FILES = {"cache_files": None, "cache_files_gib": DEFAULT_CACHE_FILES_GIB, "cache_files_policy": "lru"}
+"""Settings of a server without files of KV."""
 DEFAULT_TRACE_GIB = 10.0
 """Of a server's trace: some weeks, see docs/operating.md."""
 SHARE = Rule("above 0, and 1 at most", lambda value: 0 < value <= 1)
@@ -137,6 +139,9 @@ class ServerSettings:
             )
         caching.load(self.cache, 1, allow_python=self.allow_python_policies)
         caching.load_for_files(self.cache_files_policy, 1, self.allow_python_policies, "cache_files_policy")
+        for name, default in NO_FILES.items():
+            if self.cache_files is None and getattr(self, name) != default:
+                raise WrongValue(name, "is given without --cache-files: give that, too, as --cache-files /nvme/kv")
 
     def warnings(self) -> list[str]:
         """What a server with these settings would do in vain."""

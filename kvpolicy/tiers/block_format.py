@@ -12,13 +12,14 @@ import mmap
 import struct
 import zlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.arrays import left_out_of_dumps
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.tiers.base import Key, Pieces
 
 PAGE = 4096
@@ -73,13 +74,18 @@ def digest_of_key(key: Key) -> bytes:
     return hashlib.blake2b(key, digest_size=DIGEST_BYTES).digest()
 
 
+def file_bytes_of(block_bytes: int) -> int:
+    """Size of the file of a block of so many bytes."""
+    return PAGE + block_bytes + -block_bytes % PAGE
+
+
 class BlockLayout:
     """The layout of the files of one namespace, whose blocks have ``block_bytes`` bytes each."""
 
     def __init__(self, namespace: bytes, block_bytes: int) -> None:
         self.namespace, self.block_bytes = namespace, block_bytes
         self.padding = -block_bytes % PAGE
-        self.file_bytes = PAGE + block_bytes + self.padding
+        self.file_bytes = file_bytes_of(block_bytes)
 
     def write_header(self, header: NDArray[np.uint8], key: bytes, pieces: Pieces) -> None:
         """Fill the page that precedes the block. ``key``: the digest of the block's key."""
@@ -98,6 +104,12 @@ class BlockLayout:
             raise Damaged("foreign")
         if checksum(pieces) != expected:
             raise Damaged("corrupt")
+
+
+def require_checksums() -> None:
+    """Raise InputError where what makes them is not installed."""
+    if find_spec("blake3") is None:
+        raise InputError("KV in files needs blake3, which is not installed: pip install 'kvpolicy[files]'")
 
 
 def checksum(pieces: Pieces) -> bytes:

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.request_marks import Client, HintLimits, Hints
 from kvpolicy.tiers.base import MAX_QUEUED_BLOCKS, Chain, Finished, Key, Kind, Pieces, Usage
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
-from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, Damaged, digest_of_key
+from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, Damaged, digest_of_key, require_checksums
 from kvpolicy.tiers.identity import namespace_digest
 from kvpolicy.tiers.idle_folders import IdleFolders, idle_folders
 from kvpolicy.tiers.io_threads import IoThreads
@@ -435,5 +434,4 @@ def _check(layout: BlockLayout, capacity_bytes: int, queue_blocks: int, threads:
         raise InputError(f"queue_blocks is {queue_blocks}, should be at least 1")
     if threads < MIN_THREADS:
         raise InputError(f"threads is {threads}, should be at least {MIN_THREADS}: one is for loads alone")
-    if find_spec("blake3") is None:
-        raise InputError("KV in files needs blake3, which is not installed: pip install 'kvpolicy[files]'")
+    require_checksums()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from kvpolicy.caching import KINDS, ByCost
 from kvpolicy.caching.spec import FORMS, OFF, load, load_for_files
 from kvpolicy.extensions import ExtensionError, NotAllowed
 from kvpolicy.fields import WrongValue
-from kvpolicy.settings import ServerSettings
+from kvpolicy.settings import NO_FILES, ServerSettings
 from tests.caching import own_policy
 
 
@@ -74,4 +76,14 @@ def test_files_are_never_without_a_policy_and_name_the_flag_that_is_wrong() -> N
     for wrong in ("python:no.such:Policy", "python:tests.host_store.test_slots:Device"):
         with pytest.raises(WrongValue, match=f"cache_files_policy cannot be used: caching policy '{wrong}'"):
             ServerSettings("always-swap", cache_files_policy=wrong, allow_python_policies=True)
-    assert ServerSettings("always-swap", cache_files_policy=own, allow_python_policies=True).cache_files_policy == own
+    files: dict[str, Any] = {"cache": "lru", "cache_files": Path("kv"), "cache_files_policy": own}
+    assert ServerSettings("always-swap", allow_python_policies=True, **files).cache_files_policy == own
+
+
+@pytest.mark.parametrize("given", [{"cache_files_gib": 500.0}, {"cache_files_policy": "cost"}])
+def test_what_files_take_and_give_up_is_refused_where_there_are_none(given: dict[str, Any]) -> None:
+    """Whoever gives it thinks that prompts are in files."""
+    with pytest.raises(WrongValue, match=f"{next(iter(given))} is given without --cache-files: give that, too"):
+        ServerSettings("always-swap", cache="cost", **given)
+    files = ServerSettings("always-swap", cache="cost", cache_files=Path("kv"), **given)
+    assert replace(files, **NO_FILES) == ServerSettings("always-swap", cache="cost")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpolicy.errors import InputError
+from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.settings import Settings
 
 
@@ -28,6 +31,15 @@ from kvpolicy_vllm.plugin.settings import Settings
 def test_settings_name_what_is_wrong(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Settings.read(extra)
+
+
+def test_files_that_hold_no_block_are_named_with_what_would_do() -> None:
+    """Of 2 MiB, of which each rank keeps its own part, behind a page."""
+    files: dict[str, Any] = {"cache": "lru", "cache_files": Path("kv")}
+    with pytest.raises(InputError, match=r"cache_files_gib 0.001 holds no file .* 4202496 bytes over 2 .* least 0.004"):
+        Settings("always-swap", cache_files_gib=0.001, **files).refuse_small_files(2 << 20, 2)
+    Settings("always-swap", cache_files_gib=0.004, **files).refuse_small_files(2 << 20, 2)
+    assert 0.004 * GIB >= 4202496
 
 
 class TestHostMemory:

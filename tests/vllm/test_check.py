@@ -302,6 +302,16 @@ def test_prompts_in_files_are_refused_before_the_engine_starts(
     assert found["helps"] == ["no --cache-files", "--cache off"]
 
 
+def test_files_that_hold_no_block_are_refused_before_the_engine_starts(
+    process: EngineProcess, model: str, tmp_path: Path
+) -> None:
+    """A worker would say so only when it has loaded the model."""
+    files = ServerSettings("always-swap", host_gib=0.5, cache="lru", cache_files=tmp_path / "kv", cache_files_gib=1e-6)
+    found = asked(process, model, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), settings=files)
+    assert "cache_files_gib 1e-06 holds no file of a KV block" in found["refused"]
+    assert found["helps"] == ["no --cache-files", "--cache off"]
+
+
 def test_a_folder_for_files_that_others_can_change_is_refused(
     process: EngineProcess, model: str, tmp_path: Path
 ) -> None:

@@ -149,6 +149,14 @@ def test_what_files_cannot_be_told_apart_by_is_refused_before_weights_are_read(
         args.create_engine_config()
 
 
+def test_files_that_hold_no_block_are_told_by_the_name_of_the_setting(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    with pytest.raises(InputError, match=r"cache_files_gib 1e-06 holds no file of a KV block"):
+        worker(model, cache="lru", cache_files=str(tmp_path / "kv"), cache_files_gib=1e-6)
+
+
 def test_a_folder_for_files_that_cannot_be_made_is_told_with_what_would_be_right(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def served_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     slots = host_slots(settings, rank_bytes, pool_count)
     if settings.cache_files is not None:
         refuse_unnameable(config, kv_cache, pool_count < config.parallel_config.world_size)
+        settings.refuse_small_files(rank_bytes, pool_count)
         refuse_unsafe_files(settings)
     settings.refuse_too_much_memory(available_memory_bytes(), cores_here(config))
     controller = controller_for(replace(settings, trace=None, online_state=None), config, kv_cache, slots, rank_bytes)

@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpolicy.settings import NO_FILES
 from kvpolicy_vllm.plugin.connector_list import give_own, own_settings
 from kvpolicy_vllm.plugin.settings import Settings
 
@@ -58,8 +59,8 @@ REMEDIES = (
     Remedy("--scheduling-policy fcfs", {"scheduling_policy": "fcfs"}),
     Remedy("--policy always-swap", settings={"policy": "always-swap", "online_state": None}),
     Remedy("--order fcfs", settings={"order": "fcfs"}),
-    Remedy("no --cache-files", settings={"cache_files": None}),
-    Remedy("--cache off", settings={"cache": "off", "cache_files": None}),
+    Remedy("no --cache-files", settings=NO_FILES),
+    Remedy("--cache off", settings={"cache": "off", **NO_FILES}),
     Remedy("--no-pin-memory", settings={"pin_memory": False}),
     Remedy("--allow-untested-version", settings={"allow_untested_version": True}),
 )

@@ -77,6 +77,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """This rank's files."""
         if self.settings.cache_files is not None:
             refuse_unnameable(vllm_config, kv_cache_config, self._shares)
+            self.settings.refuse_small_files(self.block_bytes, pool_count)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._saved_step = -1

@@ -18,7 +18,7 @@ from kvpolicy.order import Order
 from kvpolicy.order import spec as orders
 from kvpolicy.policy import Policy
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB, ServerSettings
-from kvpolicy.tiers import refuse_unsafe
+from kvpolicy.tiers import file_bytes_of, refuse_unsafe
 
 DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.factory.copier_for"
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
@@ -119,6 +119,15 @@ class Settings(ServerSettings):
             f"{requested}, more than half of the {available / GIB:.1f} GiB available now; "
             f'give at most {available / 2 / cores / GIB:.1f}, or "force_host_gib": true'
         )
+
+    def refuse_small_files(self, block_bytes: int, ranks: int) -> None:
+        """Raise InputError where the files of ``ranks`` ranks hold no block of so many bytes each."""
+        needed = ranks * file_bytes_of(block_bytes)
+        if self.cache_files_gib * GIB < needed:
+            raise InputError(
+                f"cache_files_gib {self.cache_files_gib:g} holds no file of a KV block, of {needed} bytes over {ranks} "
+                f"ranks; give at least {-(-needed * 1000 // GIB) / 1000:g}, and what is asked for again takes more"
+            )
 
 
 def transfer_config(extra: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
