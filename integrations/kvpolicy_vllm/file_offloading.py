@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from kvpolicy.caching import KINDS
 from kvpolicy.errors import InputError
 from kvpolicy.fields import POSITIVE, Rule, option, validate
 from kvpolicy.settings import GIB
-from kvpolicy.tiers import FileTier, Finished, Tier, refuse_unsafe
+from kvpolicy.tiers import FileTier, Finished, Tier, file_bytes_of, refuse_unsafe, require_checksums
 from kvpolicy_vllm.plugin.file_namespace import computed_by, configuration_of_callers
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+NAP_S = 0.02
+"""It is looked so often whether vLLM has seeded its hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,14 @@ class BoundedFileTier(SecondaryTierManager):
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self._directory, self._max_bytes, self._policy = how.directory, int(how.max_gib * GIB), how.eviction_policy
         self._namespace = namespace_of(offloading_spec, self._rows.shape[1], how)
+        refuse_small(how.max_gib, self._rows.shape[1])
+        require_checksums()
         refuse_unsafe(self._directory)
         self._opened: Tier | None = None
-        self._unusable = False
+        self._seed = b""
+        """Of vLLM's hashes, when the files were opened."""
+        self._ends = threading.Event()
+        self._opening = threading.Thread(target=self._open_once_seeded, name="kvpolicy-files-open", daemon=True)
         self._salt = b""
         """Goes before every key."""
         self._numbers = count()
@@ -106,22 +115,27 @@ class BoundedFileTier(SecondaryTierManager):
         self._failed: dict[int, set[OffloadKey]] = {}
         self._jobs: dict[int, TransferJob] = {}
         self._ended: list[JobResult] = []
+        self._opening.start()
+
+    def _open_once_seeded(self) -> None:
+        """Open the files, in the background: vLLM makes its tiers before it seeds its hashes, and the scheduler, whose
+        first call comes with the first request, may not wait until all files have been found."""
+        while not hasattr(kv_cache_utils, "NONE_HASH"):
+            if self._ends.wait(NAP_S):
+                return
+        warn_unless_reproducible()
+        self._seed = bytes(kv_cache_utils.NONE_HASH)
+        namespace = {**self._namespace, "hash_seed": self._seed.hex()}
+        try:
+            self._opened = FileTier.open(self._directory, namespace, self._rows.shape[1], self._max_bytes, self._policy)
+        except (InputError, OSError) as error:
+            logger.error("kvpolicy: serving without files: %s", error)
 
     @property
     def tier(self) -> Tier | None:
-        """The files, opened at the first request: before that vLLM has not seeded its hashes. None where they cannot be
-        opened; the server goes on without them."""
-        if self._opened is None and not self._unusable:
-            warn_unless_reproducible()
-            namespace = {**self._namespace, "hash_seed": kv_cache_utils.NONE_HASH.hex()}
-            try:
-                self._opened = FileTier.open(
-                    self._directory, namespace, self._rows.shape[1], self._max_bytes, self._policy
-                )
-            except (InputError, OSError) as error:
-                self._unusable = True
-                logger.error("kvpolicy: serving without files: %s", error)
-        return self._opened
+        """The files. None as long as they are being opened, and where they could not be: the server goes on without
+        them; and where a second engine of this process has seeded its hashes otherwise since."""
+        return self._opened if self._opened is not None and self._seed == kv_cache_utils.NONE_HASH else None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         there = self.tier is not None and self.tier.lookup([self._salt + key])
@@ -179,6 +193,8 @@ class BoundedFileTier(SecondaryTierManager):
             self._opened.wait_idle()
 
     def shutdown(self) -> None:
+        self._ends.set()
+        self._opening.join()
         if self._opened is not None:
             self._opened.close()
 
@@ -217,6 +233,16 @@ class BoundedFileTier(SecondaryTierManager):
         del self._open[job_id]
         done = tuple(key for key in job.keys if key not in failed)
         self._ended.append(JobResult(job_id, not failed, done if failed and job.is_promotion else None))
+
+
+def refuse_small(max_gib: float, row_bytes: int) -> None:
+    """Raise InputError where the files hold no chunk."""
+    needed = file_bytes_of(row_bytes)
+    if max_gib * GIB < needed:
+        raise InputError(
+            f"max_gib {max_gib:g} holds no file of a chunk, of {needed} bytes; give at least "
+            f"{-(-needed * 1000 // GIB) / 1000:g}, and what is asked for again takes more"
+        )
 
 
 def namespace_of(spec: OffloadingSpec, row_bytes: int, how: TierSettings) -> dict[str, Any]:

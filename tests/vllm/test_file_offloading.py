@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,8 @@ class Server:
         tier = tier_of(config, settings, primary.get_kv_memoryview(), spec(model, **more))
         assert isinstance(tier, BoundedFileTier)
         self.tier = tier
+        if hasattr(kv_cache_utils, "NONE_HASH"):
+            tier._opening.join()
         self.manager = TieringOffloadingManager(primary, [tier])
         self.requests = 0
 
@@ -239,12 +242,13 @@ def test_groups_are_apart(servers: Any) -> None:
 
 def test_salts_are_apart(servers: Any) -> None:
     """By vLLM's own hashes, which have the salt of the request."""
-    server = servers()
 
     def keys(salt: str | None) -> list[OffloadKey]:
         request = made_request(0, [*range(48)], SamplingParams(), cache_salt=salt)
         return [make_offload_key(one, 0) for one in request.block_hashes]
 
+    keys(None)  # which seeds the hashes
+    server = servers()
     assert server.serve(keys("mine")) == 0
     server.serve(keys_of("b", 4))
     assert [server.serve(keys(salt)) for salt in ("another", None, "mine", "another", None)] == [0, 0, 3, 3, 3]
@@ -314,21 +318,58 @@ def test_without_the_configuration_it_is_refused(tmp_path: Path, model: Path) ->
         SecondaryTierFactory.create_secondary_tier(settings, np.zeros((CHUNKS, ROW_BYTES), np.uint8).data, spec(model))
 
 
-def test_wrong_settings_are_errors_of_the_start(servers: Any, tmp_path: Path) -> None:
+def test_wrong_settings_are_errors_of_the_start(servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="model_files: the server's model is 'some/llm'"):
         servers(model=Path("some/llm"))
+    with pytest.raises(InputError, match=r"max_gib 1e-09 holds no file of a chunk, .* give at least 0.001"):
+        servers(settings={"max_gib": 1e-9})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "blake3", None)
+        with pytest.raises(InputError, match="needs blake3"):
+            servers()
     (tmp_path / "kv").mkdir(mode=0o777)
     (tmp_path / "kv").chmod(0o777)
     with pytest.raises(InputError, match="chmod"):
         servers()
 
 
-def test_a_directory_that_is_lost_before_the_first_request_serves_without_files(
-    servers: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_files_are_open_before_the_first_request_once_hashes_are_seeded(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """vLLM makes its tiers first. The scheduler, which asks for the first time with the first request, waits for no
+    search of a directory."""
+    before = servers()
+    before.serve(keys_of("a", 3))
+    before.stop()
+    with monkeypatch.context() as patch:
+        patch.delattr(kv_cache_utils, "NONE_HASH")
+        server = servers()
+        assert server.tier.tier is None
+        assert server.tier.lookup(keys_of("a", 1)[0], ReqContext("r")) is LookupResult.MISS
+    server.tier._opening.join()
+    assert server.tier.tier.usage().blocks == 3 and server.serve(keys_of("a", 3)) == 3
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"of another engine of this process")
+    assert server.tier.tier is None, "these are files of other keys"
+
+
+def test_a_server_that_ends_before_hashes_are_seeded_opens_no_files(
+    servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(kv_cache_utils, "NONE_HASH")
     server = servers()
-    (tmp_path / "kv").rmdir()
-    (tmp_path / "kv").write_text("")
+    server.stop()
+    assert not server.tier._opening.is_alive() and not [*(tmp_path / "kv").iterdir()]
+
+
+def test_a_directory_that_is_lost_before_files_are_open_serves_without_them(
+    servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(kv_cache_utils, "NONE_HASH")
+        server = servers()
+        (tmp_path / "kv").rmdir()
+        (tmp_path / "kv").write_text("")
+    server.tier._opening.join()
     assert server.serve(keys_of("a", 3)) == 0 and server.serve(keys_of("a", 3)) == 3
     assert server.serve(keys_of("b", 4)) == 0 and server.serve(keys_of("a", 3)) == 0
 
