@@ -57,6 +57,7 @@ ELSEWHERE = {
     "kvpolicy_vllm.plugin.messages": ["plugin/test_host_copies.py"],
     "kvpolicy_vllm.plugin.order_limits": ["vllm/test_config_refusals.py"],
     "kvpolicy_vllm.plugin.scheduler": ["vllm/test_live_decision.py"],
+    "kvpolicy_vllm.plugin.served_weights": ["vllm/test_file_namespace.py"],
     "kvpolicy_vllm.simulator.controller": ["vllm/test_vllm_simulator.py"],
     "kvpolicy_vllm.simulator.deployment": ["vllm/test_vllm_simulator.py"],
     "kvpolicy_vllm.simulator.engine": ["vllm/test_vllm_simulator.py"],
