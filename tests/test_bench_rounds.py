@@ -48,7 +48,7 @@ def row(*values: str) -> str:
 CHAT_ARMS = {"vLLM": "vllm", "always-swap, `--cache cost`, 1 GiB of host memory": "kvpolicy"}
 TIER_ARMS = {
     "vLLM": "vllm", "`--cache lru`": "lru", "`--cache cost`": "cost", "the same, files": "files",
-    "the same, hints": "hints",
+    "the same, hints": "hints", "the same, `cheapest`": "priced",
 }  # fmt: skip
 RATES = {"rate": (2.0, 4.0, 6.0, 8.0, 12.0), "rates-above": (16.0, 24.0, 32.0)}
 RATE_ROWS = [
