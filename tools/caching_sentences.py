@@ -106,7 +106,8 @@ def held_out(raw: Raw) -> Iterator[str]:
     others = [max(one.gain("lru"), one.gain("arc")) >= one.gain("s3fifo") for one in below if one is not worst]
     yield so("In the other three `lru` or `arc` saves more, in the largest caches", all(others) and len(others) == 3)
     arxiv, agents, gpt = (min(of_best(rows, trace)) for trace in (ARXIV, AGENTIC, SHAREGPT))
-    yield f"The arXiv trace's quarters ({arxiv:.3f} at least), agentic sessions ({agents:.3f}) and ShareGPT's ({gpt:.3f})"
+    yield f"The arXiv trace's quarters ({arxiv:.3f} at least), agentic sessions ({agents:.3f})"
+    yield f"agentic sessions ({agents:.3f}) and ShareGPT's ({gpt:.3f}) miss none"
     yield f"of the gap on average, and {bars.gap_share(bars.with_room(bars.of_target(rows))):.0%} of {bars.TARGET_NAME}"
 
 
