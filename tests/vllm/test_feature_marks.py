@@ -19,9 +19,7 @@ from tests.feature_record import (
 
 NUMBERED_TESTS = frozenset(
     {
-        "tests/vllm/test_engines_beside.py::test_prompts_computed_by_another_engine",
         "tests/vllm/test_soak_tables.py::test_drawn_schedules_of_every_family_are_clean",
-        "tests/vllm/test_symbolic.py::test_no_block_is_given_away_before_it_is_saved_where_a_step_overwrites_it_first",
     }
 )
 """Tests of which a row of 0.32 has a number in the place of its cases' names, or lacks some: they were recorded before
