@@ -54,12 +54,12 @@ def weights_digest(model: Path) -> str:
 
 def weights_stamp(model: Path) -> dict[str, list[int]]:
     """Size, time of the last change and inode of each file that :func:`weights_digest` covers, by name: two stamps are
-    equal where none was written or replaced meanwhile. Reads no file.
+    equal where none was written or replaced meanwhile. Reads no file, and leaves out links to nothing, as that does.
 
     ``model``: its folder, or one file of weights. Raises OSError where it is not there.
     """
     files = [model] if model.is_file() else sorted(model.iterdir())
-    found = {path.name: path.stat() for path in files if path.suffix in WEIGHTS + DESCRIPTIONS}
+    found = {path.name: path.stat() for path in files if path.suffix in WEIGHTS + DESCRIPTIONS and path.is_file()}
     return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in found.items()}
 
 

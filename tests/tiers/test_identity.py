@@ -70,6 +70,9 @@ def test_a_stamp_sees_what_the_digest_covers(tmp_path: Path) -> None:
     stamp = weights_stamp(folder)
     (folder / "README.md").write_text("another")
     assert weights_stamp(folder) == stamp and {*stamp} == {"a.safetensors", "b.safetensors", "config.json"}
+    digest = weights_digest(folder)
+    (folder / "removed.json").symlink_to("nothing")
+    assert weights_stamp(folder) == stamp and weights_digest(folder) == digest
     (folder / "config.json").write_text("{ }")
     assert weights_stamp(folder) != stamp
     assert {*weights_stamp(folder / "a.safetensors")} == {"a.safetensors"}
