@@ -147,8 +147,21 @@ def test_a_drafter_that_changes_is_seen_and_weights_that_are_drawn_are_not(
     assert weights_changed(config) and not weights_changed(drawn)
 
 
-def test_where_nothing_was_noted_it_is_not_known(model: Path) -> None:
-    assert weights_changed(bare_config(model))
+def test_without_a_note_the_files_count_as_those_that_were_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM need not look the connector up while it makes its configuration."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert digest_of(bare_config(model)) == digest_of(bare_config(model)) == digest_of(config_of(model))
+    assert not caplog.records
+
+
+def test_a_worker_on_another_machine_compares_no_inodes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(model)
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert weights_changed(config)
+    monkeypatch.setattr(served_weights.platform, "node", lambda: "another")
+    assert not weights_changed(config)
 
 
 def test_what_is_downloaded_of_one_revision_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +175,7 @@ def test_what_is_downloaded_of_one_revision_is_no_change(tmp_path: Path, monkeyp
         (folder / "config.json").write_text("{}")
     config = config_of(Path("some/llm"))
     (one / "model.safetensors").write_bytes(b"weights")
-    assert not weights_changed(config) and weights_changed(absent)
+    assert not weights_changed(config) and not weights_changed(absent)
     (two / "model.safetensors").write_bytes(b"weights")
     found.append(two)
     assert weights_changed(config)

@@ -72,7 +72,7 @@ def namespace_of(
 ) -> dict[str, Any]:
     """Of one rank. ``segments``: bytes of a block in each piece of device memory, as its copier has them; ``layers``:
     how each layer's part of a block lies there, see :func:`orders_in_memory`. No other server finds what is stored
-    under it where it is not known which weights were loaded.
+    under it where the weights were seen to change while they were loaded.
 
     Raises InputError where the model's weights are not found, or a setting cannot be read.
     """
@@ -89,9 +89,8 @@ def namespace_of(
     }  # fmt: skip
     if weights_changed(config):  # asked after the digest was taken
         logger.warning(
-            "kvpolicy: the files of the model's weights changed while this server started, or were not there when it "
-            "began, so that it is not known which it has loaded: prompts in files are found by this server alone; "
-            "start it again to find them later"
+            "kvpolicy: the files of the model's weights changed while this server started, so that it is not known "
+            "which it has loaded: prompts in files are found by this server alone; start it again to find them later"
         )
         namespace["server"] = uuid.uuid4().hex
     return namespace

@@ -2,11 +2,12 @@
 
 The digest can only be taken when the layers are made: a model's name at a hub stands for a folder from its download on,
 and vLLM gives the connector its configuration after the weights are loaded. So the files' stamps are noted while vLLM
-makes its configuration, and travel with it to every process.
+makes its configuration, where it looks the connector up by then, and travel with it to every process.
 """
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,22 +22,28 @@ if TYPE_CHECKING:
 DUMMY = "dummy"
 NOTED = "kvpolicy_weights"
 """Attribute of vLLM's ModelConfig."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Tells Linux machines of one name apart."""
 
 
 class Stamp(NamedTuple):
     """One model's files at one time. Of a model at a hub, files may be missing that are yet to be downloaded; the
     folder is that of one revision."""
 
+    machine: str
     folder: str
     """Empty where it was not found."""
     is_hub: bool
     files: dict[str, list[int]]
 
-    def lasts(self, later: Stamp) -> bool:
-        """Whether what was loaded in between are the files of ``later``."""
-        if not self.folder or self.folder != later.folder:
+    def was_changed(self, later: Stamp) -> bool:
+        """Whether what was loaded in between may be others than the files of ``later``. False where that is not known:
+        where one of the two was not found, or on another machine, whose inodes and times are its own."""
+        if self.machine != later.machine or not self.folder or not later.folder:
             return False
-        return self.files.items() <= later.files.items() if self.is_hub else self.files == later.files
+        if self.folder != later.folder:
+            return True
+        return not self.files.items() <= later.files.items() if self.is_hub else self.files != later.files
 
 
 def note_weights(config: VllmConfig) -> None:
@@ -45,9 +52,12 @@ def note_weights(config: VllmConfig) -> None:
 
 
 def weights_changed(config: VllmConfig) -> bool:
-    """Whether the files are others than were noted, or it is not known."""
-    noted, now = getattr(config.model_config, NOTED, None), _stamps(config)
-    return noted is None or not all(then.lasts(later) for then, later in zip(noted, now, strict=True))
+    """Whether the files are others than were noted. False where nothing was noted, as in a server for which vLLM does
+    not look the connector up while it makes its configuration."""
+    noted = getattr(config.model_config, NOTED, None)
+    return noted is not None and any(
+        then.was_changed(later) for then, later in zip(noted, _stamps(config), strict=True)
+    )
 
 
 def identity_of_weights(config: VllmConfig, model: Any, folder: Path | None = None) -> str:
@@ -83,9 +93,13 @@ def _stamp(config: VllmConfig, model: Any) -> Stamp:
     is_hub = not Path(str(model.model)).exists()
     try:
         folder = _folder(config, model)
-        return Stamp(str(folder.resolve()), is_hub, weights_stamp(folder))
+        return Stamp(_machine(), str(folder.resolve()), is_hub, weights_stamp(folder))
     except (InputError, OSError):
-        return Stamp("", is_hub, {})
+        return Stamp(_machine(), "", is_hub, {})
+
+
+def _machine() -> str:
+    return f"{platform.node()} {BOOT.read_text().strip() if BOOT.exists() else ''}"
 
 
 def _folder(config: VllmConfig, model: Any) -> Path:
