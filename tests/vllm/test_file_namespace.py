@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from huggingface_hub import snapshot_download
 
 from kvpolicy.errors import InputError
-from kvpolicy.tiers import namespace_digest
+from kvpolicy.tiers import namespace_digest, weights_digest
 from kvpolicy_vllm.plugin import file_namespace, served_weights
 from kvpolicy_vllm.plugin.file_namespace import hash_seed, namespace_of, orders_in_memory, refuse_unnameable
 from kvpolicy_vllm.plugin.served_weights import identity_of_weights, note_weights, weights_changed
@@ -164,39 +167,49 @@ def test_a_worker_on_another_machine_compares_no_inodes(model: Path, monkeypatch
     assert not weights_changed(config)
 
 
-def test_what_is_downloaded_of_one_revision_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_snapshot(cache: Path, commit: str, **files: str) -> Path:
+    """A revision of some/llm as huggingface_hub keeps it, which branch v1 is at from now on: of its files at the hub
+    all but README.md may be here."""
+    repository = cache / "models--some--llm"
+    folder = repository / "snapshots" / commit
+    listing = {name: {"size": 7, "blob_id": "0" * 40} for name in ("README.md", "config.json", "model.safetensors")}
+    for path, text in {
+        repository / "refs" / "v1": commit,
+        repository / "trees" / f"{commit}.json": json.dumps({"format_version": 1, "files": listing}),
+        **{folder / name.replace("_", "."): text for name, text in files.items()},
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def config_at_hub(cache: Path) -> Any:
+    return config_of(Path("some/llm"), revision="v1", download_dir=str(cache))
+
+
+def test_what_is_downloaded_of_one_revision_is_no_change(tmp_path: Path) -> None:
     """vLLM has a model's configuration from a hub when it makes its own, and its weights later."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    found = [one]
-    monkeypatch.setattr(served_weights, "snapshot_download", lambda name, **how: str(found[-1]))
-    absent = config_of(Path("some/llm"))
-    for folder in (one, two):
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-    config = config_of(Path("some/llm"))
-    (one / "model.safetensors").write_bytes(b"weights")
+    one, two = "1" * 40, "2" * 40
+    absent = config_at_hub(tmp_path)
+    folder = write_snapshot(tmp_path, one, config_json="{}")
+    config = config_at_hub(tmp_path)
+    write_snapshot(tmp_path, one, model_safetensors="weights")
     assert not weights_changed(config) and not weights_changed(absent)
-    (two / "model.safetensors").write_bytes(b"weights")
-    found.append(two)
+    write_snapshot(tmp_path, two, config_json="{}", model_safetensors="weights")
     assert weights_changed(config)
-    found.append(one)
-    (one / "config.json").write_text("{ }")
+    write_snapshot(tmp_path, one)
+    assert not weights_changed(config)
+    (folder / "config.json").write_text("{ }")
     assert weights_changed(config)
 
 
-def test_weights_at_a_hub_are_looked_for_where_vllm_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-
-    def download(*name: str, **how: Any) -> str:
-        asked.append((name, how))
-        return str(tmp_path)
-
-    monkeypatch.setattr(served_weights, "snapshot_download", download)
-    config = config_of(Path("some/llm"), revision="v1", download_dir="/cache")
-    asked.clear()
-    identity_of_weights(config, config.model_config)
-    assert asked == [(("some/llm",), {"revision": "v1", "cache_dir": "/cache", "local_files_only": True})]
+def test_weights_at_a_hub_are_found_without_the_files_that_vllm_does_not_download(tmp_path: Path) -> None:
+    folder = write_snapshot(tmp_path, "1" * 40, config_json="{}", model_safetensors="weights")
+    if find_spec("huggingface_hub._tree_cache"):
+        with pytest.raises(Exception, match=r"1 file\(s\) are missing \(README\.md\)"):
+            snapshot_download("some/llm", revision="v1", cache_dir=tmp_path, local_files_only=True)
+    config = config_at_hub(tmp_path)
+    assert identity_of_weights(config, config.model_config) == weights_digest(folder)
 
 
 def test_layers_that_lie_otherwise_are_told_apart_and_numbers_of_blocks_are_not() -> None:

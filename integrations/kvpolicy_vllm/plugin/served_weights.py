@@ -109,7 +109,12 @@ def _folder(config: VllmConfig, model: Any) -> Path:
 
 def _from_hub(name: str, revision: str | None, cache_dir: str | None) -> Path:
     try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
+        # vLLM downloads weights and configurations alone. Without patterns, huggingface_hub refuses a folder that lacks
+        # others, such as README.md; 2.4 does.
+        folder = snapshot_download(
+            name, revision=revision, cache_dir=cache_dir, local_files_only=True, ignore_patterns=["*"]
+        )
+        return Path(folder)
     # Whatever a hub's client raises, the weights are not where they can be told apart.
     except Exception as error:
         raise InputError(
