@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from kvpolicy.errors import InputError
@@ -180,6 +181,17 @@ def test_a_longest_context_that_vllm_fits_to_memory_is_none_of_its_own(tmp_path:
     assert (settings_of(config) == before) == fitted
 
 
+def test_where_a_model_lies_is_no_setting(tmp_path: Path) -> None:
+    def settings(place: str, layers: int = 2) -> dict[str, Any]:
+        whole: Any = LlamaConfig()
+        part = whole.text_config = LlamaConfig(num_hidden_layers=layers)
+        whole.name_or_path = part.name_or_path = place
+        return settings_of(bare_config(tmp_path, hf_config=whole, hf_text_config=part))
+
+    assert settings("/models/llama") == settings("llama")
+    assert settings("llama", layers=3)["model_config"]["hf_config"] != settings("llama")["model_config"]["hf_config"]
+
+
 def test_the_environment_is_told_apart_without_secrets_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment()
     for name in ("VLLM_API_KEY", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL"):
@@ -192,13 +204,13 @@ def test_the_environment_is_told_apart_without_secrets_and_places(monkeypatch: p
 
 
 def test_vllms_own_configurations_can_be_read(tmp_path: Path) -> None:
-    model = str(write_llama(tmp_path))
-
-    def settings(**more: Any) -> dict[str, Any]:
+    def settings(folder: str = "here", **more: Any) -> dict[str, Any]:
+        model = str(write_llama(tmp_path / folder))
         arguments = EngineArgs(model=model, dtype="float32", skip_tokenizer_init=True, **{"max_model_len": 512} | more)
         return settings_of(arguments.create_engine_config())
 
     plain = settings()
+    assert settings("elsewhere") == plain
     assert settings(max_num_seqs=7, max_num_batched_tokens=640, num_gpu_blocks_override=99, seed=3) == plain
     assert len(json.dumps(plain)) < 1 << 16  # a manifest has it
     rope = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}

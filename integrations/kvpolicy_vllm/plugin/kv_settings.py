@@ -164,6 +164,8 @@ ENVIRONMENT_LEFT_OUT: dict[str, tuple[str, ...]] = {
 """Patterns of environment variables that do not decide the bytes, and why not. vLLM itself leaves out others, as those
 of its log, where it tells compiled code apart."""
 
+PLACE = "_name_or_path"
+"""Where a model's configuration came from, as it says itself. Its contents are there, and the weights have a digest."""
 FITTED = -1
 """As the longest context: what fits into memory, which vLLM finds out once the layers are made."""
 
@@ -211,7 +213,7 @@ def _told(value: Any, where: str) -> Any:
     if isinstance(value, type) or inspect.isroutine(value):
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "to_dict"):  # a model's configuration, which may be too long for a manifest
-        return namespace_digest({"is": json.dumps(value.to_dict(), sort_keys=True, default=str)})
+        return namespace_digest({"is": json.dumps(_placeless(value.to_dict()), sort_keys=True, default=str)})
     if dataclasses.is_dataclass(value):
         return _fields(value, where)
     if isinstance(value, Mapping):
@@ -224,3 +226,10 @@ def _told(value: Any, where: str) -> Any:
         f"files of KV: {where} of vLLM's configuration is of {type(value).__qualname__}, by which files cannot be told "
         "apart; leave that setting out, or serve without files"
     )
+
+
+def _placeless(value: Any) -> Any:
+    """A model's configuration, with those of its parts, without :data:`PLACE`."""
+    if isinstance(value, Mapping):
+        return {key: _placeless(one) for key, one in value.items() if key != PLACE}
+    return [_placeless(one) for one in value] if isinstance(value, list | tuple) else value
