@@ -273,6 +273,18 @@ def test_what_keys_do_not_tell_apart_is_refused(
         refuse_unnameable(config_of(model, **more), cache_of(spec), shared)
 
 
+class Overriding:
+    def __call__(self, config: Any) -> Any:
+        return config
+
+
+def test_a_setting_that_cannot_be_read_is_refused_early(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only once the weights are loaded and the namespace is made."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    with pytest.raises(InputError, match=r"model_config\.hf_overrides of vLLM's configuration is of Overriding"):
+        refuse_unnameable(config_of(model, hf_overrides=Overriding()), None)
+
+
 @pytest.mark.parametrize("flag", [False, True])
 def test_scales_of_a_servers_own_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
     """vLLM before 0.28 takes them from the first step: fp8 of another server has others."""

@@ -50,6 +50,7 @@ def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig | None, shared
         reason = "all ranks of this model have the same KV, and keep it once"
     if reason:
         raise InputError(f"cache_files: {reason}; or leave cache_files out")
+    settings_of(config)  # which raises for one that cannot be read
 
 
 def hash_seed(config: VllmConfig) -> str:
