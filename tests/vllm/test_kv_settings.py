@@ -162,7 +162,15 @@ class Color(Enum):
     ],
 )  # fmt: skip
 def test_values_have_a_form_that_is_the_same_in_every_process(tmp_path: Path, value: Any, told: Any) -> None:
-    assert settings_of(bare_config(tmp_path, additional_config=value))["additional_config"] == told
+    assert settings_of(bare_config(tmp_path, hf_overrides=value))["model_config"]["hf_overrides"] == told
+
+
+def test_secrets_are_in_no_manifest(tmp_path: Path) -> None:
+    def written(secret: str) -> str:
+        given = {"model_loader_extra_config": {"s3_secret_access_key": secret}, "additional_config": {"key": secret}}
+        return json.dumps(settings_of(bare_config(tmp_path, **given)))
+
+    assert "hidden" not in written("hidden") and written("hidden") != written("another")
 
 
 def test_a_value_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ ENVIRONMENT_LEFT_OUT: dict[str, tuple[str, ...]] = {
 """Patterns of environment variables that do not decide the bytes, and why not. vLLM itself leaves out others, as those
 of its log, where it tells compiled code apart."""
 
+DIGESTED = {"VllmConfig": ("additional_config",), "LoadConfig": ("model_loader_extra_config",)}
+"""Fields, by class, that may hold secrets, as the key of a bucket: a manifest has no more than their digest."""
 PLACE = "_name_or_path"
 """Where a model's configuration came from, as it says itself. Its contents are there, and the weights have a digest."""
 FITTED = -1
@@ -197,6 +199,8 @@ def _fields(config: Any, where: str) -> dict[str, Any]:
     skipped = left_out(type(config).__name__)
     names = [field.name for field in dataclasses.fields(config) if field.name not in skipped]
     told = {name: _told(getattr(config, name, None), f"{where}.{name}".lstrip(".")) for name in names}
+    for name in DIGESTED.get(type(config).__name__, ()):
+        told[name] = namespace_digest({"is": told[name]})
     if "max_model_len" in told and getattr(config, "original_max_model_len", None) == FITTED:
         told["max_model_len"] = FITTED  # the layers were made for all that the model takes, which its files say
     return told
