@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -17,12 +18,18 @@ pytest.importorskip("vllm")
 
 import torch
 from transformers import LlamaConfig
+from vllm.config.attention import HiSparseConfig
+from vllm.config.diffusion import DiffusionConfig
+from vllm.config.kernel import IrOpPriorityConfig
+from vllm.config.mamba import MambaConfig
+from vllm.config.parallel import EPLBConfig
+from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.engine.arg_utils import EngineArgs
 
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import namespace_digest
 from kvpolicy_vllm.plugin.kv_settings import LEFT_OUT, environment, left_out, settings_of
-from tests.vllm.bare_configs import bare_config, drafting, multimodal
+from tests.vllm.bare_configs import bare, bare_config, drafting, multimodal
 from tests.vllm.models import write_llama
 from tests.vllm.versions import INSTALLED, quick_and_others, source_or_skip
 
@@ -56,11 +63,20 @@ LOOKED_AT = {
         dcp_comm_backend cp_kv_cache_interleave_size enable_batch_sharded_sampling dcp_q_replicate dp_sync_interval
         elastic_ep_max_dp_size _allow_auto_resolve_cp_interleave_size enable_hc_sp
     """,
+    "EPLBConfig": """
+        window_size step_interval num_redundant_experts use_async policy communicator enable_migration_batching
+    """,
+    "MambaConfig": "backend enable_stochastic_rounding stochastic_rounding_philox_rounds ssu_algorithm",
+    "DiffusionConfig": "canvas_length max_denoising_steps",
+    "QuantizationConfigArgs": "linear moe ignore targets",
+    "QuantSpec": "weight activation",
     "LoadConfig": "load_format model_loader_extra_config ignore_patterns",
     "KernelConfig": """
         ir_op_priority moe_backend linear_backend linear_backend_per_quant enable_bf16x3_router_gemm
         sparse_indexer_topk_backend monokernel
     """,
+    "IrOpPriorityConfig": "rms_norm fused_add_rms_norm gelu_and_mul_sparse",
+    "HiSparseConfig": "device_buffer_size eager_host_mirror",
     "AttentionConfig": """
         backend backend_per_kind flash_attn_version use_prefill_decode_attention
         flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph use_trtllm_attention
@@ -100,13 +116,28 @@ LOOKED_AT = {
 not change what is computed, nor how it lies in memory: then it belongs to ``LEFT_OUT``, with the reason."""
 
 
-def declared(folder: Path) -> Iterator[tuple[str, str]]:
-    """Classes and fields of vLLM's configurations, as its sources have them."""
+def declared(folder: Path) -> dict[str, dict[str, str]]:
+    """Classes of vLLM's configurations, with the types of their fields, as its sources have them."""
+    kinds: dict[str, dict[str, str]] = {}
     for path in sorted((folder / "config").glob("*.py")):
         for kind in (one for one in ast.parse(path.read_text()).body if isinstance(one, ast.ClassDef)):
-            for line in (line for line in kind.body if isinstance(line, ast.AnnAssign)):
-                if not any(word in ast.unparse(line.annotation) for word in ("ClassVar", "InitVar")):
-                    yield kind.name, ast.unparse(line.target)
+            lines = [line for line in kind.body if isinstance(line, ast.AnnAssign)]
+            types = {ast.unparse(line.target): ast.unparse(line.annotation) for line in lines}
+            kinds[kind.name] = {name: of for name, of in types.items() if "ClassVar" not in of and "InitVar" not in of}
+    return {name: types for name, types in kinds.items() if types}
+
+
+def within_settings(kinds: dict[str, dict[str, str]]) -> set[str]:
+    """Classes of which vLLM's settings are made, without what is left out."""
+    found: set[str] = set()
+    ahead = ["VllmConfig"]
+    while ahead:
+        kind = ahead.pop()
+        if kind not in found:
+            found.add(kind)
+            types = " ".join(of for name, of in kinds[kind].items() if name not in left_out(kind))
+            ahead += [word for word in re.findall(r"\w+", types) if word in kinds]
+    return found
 
 
 @pytest.mark.parametrize("version", quick_and_others(INSTALLED))
@@ -115,13 +146,22 @@ def test_every_setting_was_looked_at(version: str) -> None:
     assert spec is not None and spec.origin is not None
     source = source_or_skip(version)
     known = {kind: {*names.split(), *left_out(kind)} for kind, names in LOOKED_AT.items()}
-    found = [*declared(Path(source, "vllm") if source else Path(spec.origin).parent)]
-    assert {*LEFT_OUT, *LOOKED_AT} <= {*known} and {"VllmConfig", "PassConfig"} <= {kind for kind, _ in found}
-    assert [f"{kind}.{name}" for kind, name in found if kind in known and name not in known[kind]] == []
+    kinds = declared(Path(source, "vllm") if source else Path(spec.origin).parent)
+    within = within_settings(kinds)
+    assert {*LEFT_OUT, *LOOKED_AT} <= {*known} and {"VllmConfig", "PassConfig", "QuantSpec"} <= within <= {*known}
+    assert [f"{kind}.{name}" for kind in {*known} & {*kinds} for name in kinds[kind] if name not in known[kind]] == []
 
 
 def test_what_is_looked_at_is_not_left_out_as_well() -> None:
     assert not [(kind, name) for kind, names in LOOKED_AT.items() for name in names.split() if name in left_out(kind)]
+
+
+NESTED: dict[str, Any] = {
+    "mamba_config": bare(MambaConfig), "diffusion_config": bare(DiffusionConfig), "eplb_config": bare(EPLBConfig),
+    "ir_op_priority": bare(IrOpPriorityConfig), "hisparse_config": bare(HiSparseConfig),
+    "quantization_config": bare(QuantizationConfigArgs, linear=bare(QuantSpec)),
+}  # fmt: skip
+"""Configurations within others, by the names of their fields."""
 
 
 def parts_of(config: Any) -> Iterator[Any]:
@@ -134,7 +174,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def test_every_field_is_told_apart_but_those_left_out(tmp_path: Path) -> None:
-    config = bare_config(tmp_path, speculative_config=drafting(tmp_path), multimodal_config=multimodal())
+    config = bare_config(tmp_path, speculative_config=drafting(tmp_path), multimodal_config=multimodal(), **NESTED)
     before, wrong, seen = namespace_digest(settings_of(config)), [], set()
     for part in [*parts_of(config)]:
         kind = type(part).__name__
@@ -202,7 +242,10 @@ def test_where_a_model_lies_is_no_setting(tmp_path: Path) -> None:
 
 def test_the_environment_is_told_apart_without_secrets_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment()
-    for name in ("VLLM_API_KEY", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL"):
+    for name in (
+        "VLLM_API_KEY", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL",
+        "VLLM_SYSTEM_START_DATE",
+    ):  # fmt: skip
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NO_VARIABLE_OF_VLLM", "1")
     assert environment() == before

@@ -95,6 +95,9 @@ LEFT_OUT: dict[str, dict[str, tuple[str, ...]]] = {
             "enable_fault_tolerance", "fault_tolerance_config",
         ),
     },
+    "EPLBConfig": {
+        "what is watched and written": ("log_balancedness", "log_balancedness_interval"),
+    },
     "LoadConfig": {
         "by which way the weights come to memory": (
             "download_dir", "safetensors_load_strategy", "safetensors_prefetch_num_threads",
@@ -149,6 +152,7 @@ ENVIRONMENT_LEFT_OUT: dict[str, tuple[str, ...]] = {
         "*_PORT", "*_HOST", "*_HOSTNAME", "*_IP", "*_IPS", "VLLM_DP_*", "VLLM_RAY_*", "RAY_*", "VLLM_P2P_*",
         "VLLM_MOONCAKE_*", "MOONCAKE_*", "VLLM_PROCESS_NAME_PREFIX", "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH",
     ),
+    "the date in prompts, which is in their tokens": ("VLLM_SYSTEM_START_DATE",),
     "which cores it has": ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU"),
     "how long is waited": ("*_TIMEOUT", "*_TIMEOUT_S", "*_TIMEOUT_SECONDS"),
     "what is watched and written": (
