@@ -99,7 +99,11 @@ def _stamp(config: VllmConfig, model: Any) -> Stamp:
 
 
 def _machine() -> str:
-    return f"{platform.node()} {BOOT.read_text().strip() if BOOT.exists() else ''}"
+    try:
+        boot = BOOT.read_text().strip()
+    except OSError:  # not on Linux
+        boot = ""
+    return f"{platform.node()} {boot}"
 
 
 def _folder(config: VllmConfig, model: Any) -> Path:
