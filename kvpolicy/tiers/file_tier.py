@@ -59,6 +59,9 @@ class FileTier:
         self._loading: Counter[bytes] = Counter()
         self._removing: dict[bytes, BlockName] = {}
         """Blocks that were given up and whose files are not gone for certain."""
+        self._replaced: set[bytes] = set()
+        """Those of them that a block takes the place of which waits to be written: its file is made when theirs is
+        gone, so the two take room once."""
         self._dropped: set[bytes] = set()
         """Blocks that were dropped while they were being written."""
         self._stuck = 0
@@ -194,6 +197,7 @@ class FileTier:
             self._writing[name.key] = name
             before = evicted[place :: len(wanted)]
             self._threads.store(partial(self._write, number, chain[index], name, blocks[index], before))
+        self._replaced.update(name.key for name in evicted[: len(wanted)])
         if not wanted:
             self._remove_later(evicted)
         return wanted
@@ -226,7 +230,7 @@ class FileTier:
 
     def usage(self) -> Usage:
         self._settle()
-        files = len(self._there) + len(self._writing) + len(self._removing) + self._stuck
+        files = len(self._there) + len(self._writing) + self._leaving() + self._stuck
         return Usage(
             blocks=len(self._there),
             used_bytes=files * self._layout.file_bytes,
@@ -290,7 +294,11 @@ class FileTier:
     def _free(self) -> int:
         """Blocks that there is room for without giving up any; negative where there are too many."""
         idle = -(-self._idle.used_bytes // self._layout.file_bytes)
-        return self.capacity_blocks - len(self._policy) - self._stuck - len(self._removing) - idle
+        return self.capacity_blocks - len(self._policy) - self._stuck - self._leaving() - idle
+
+    def _leaving(self) -> int:
+        """Files that are being removed and take room of their own meanwhile."""
+        return len(self._removing) - len(self._replaced)
 
     def _evict(self, wanted: int, digests: Sequence[bytes]) -> list[BlockName]:
         """Give up blocks so that ``wanted`` further ones have room, none of those of the prompt. Where there are
@@ -336,10 +344,6 @@ class FileTier:
         self._counts["cleared_folders"] += self._idle.settle()
         if self._idle.any and self._free() < 0:
             self._clear_idle()
-        while self._removed:
-            digest, gone = self._removed.popleft()
-            self._removing.pop(digest, None)
-            self._stuck += not gone
         while self._results:
             number, kind, key, name, reason = self._results.popleft()
             if name is None:
@@ -355,6 +359,11 @@ class FileTier:
             if not self._open_jobs[number]:
                 del self._open_jobs[number], self._ended[number]
                 self._finished.append(Finished(number, kind, tuple(done), failed))
+        while self._removed:  # after the results, so that a file which was not removed counts once its write has failed
+            digest, gone = self._removed.popleft()
+            self._removing.pop(digest, None)
+            self._replaced.discard(digest)
+            self._stuck += not gone
 
     def _stored(self, name: BlockName, reason: str) -> None:
         del self._writing[name.key]

@@ -284,6 +284,24 @@ def test_a_block_that_is_given_up_while_it_is_loaded_stays_right(
     tier.close()
 
 
+def test_several_stores_give_up_no_more_than_they_bring_however_long_removing_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the stores of one step, of several prompts: what the first one gives up is not gone when the next one asks."""
+    tier = opened(tmp_path, blocks=20)
+    store(tier, [b"%d" % number for number in range(20)])
+    gate = Gate(monkeypatch, "unlink")
+    for number in range(5):
+        key = b"new %d" % number
+        assert tier.store(number, [key], {0: [content(key)]}) == [0]
+    usage = tier.usage()
+    assert usage.counts["evicted"] == 5 and usage.used_bytes == 20 * FILE_BYTES
+    gate.open()
+    assert all(not one.failed for one in ended(tier))
+    assert tier.usage().blocks == 20 and bytes_of(tmp_path) == 20 * FILE_BYTES
+    tier.close()
+
+
 def test_blocks_whose_files_cannot_be_removed_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = opened(tmp_path, blocks=2)
     store(tier, [b"a"], 1)
