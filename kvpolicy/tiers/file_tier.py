@@ -188,7 +188,7 @@ class FileTier:
         wanted = [index for index in sorted(blocks) if self._is_new(digests[index])]
         wanted = self._first(wanted, self._queue_blocks - len(self._writing), "refused_queue_full")
         evicted = self._evict(len(wanted), digests)
-        wanted = self._first(wanted, self._free() + len(evicted), "refused_no_room")
+        wanted = self._first(wanted, self._room() + len(evicted), "refused_no_room")
         self._policy.stored(digests, wanted)
         if wanted:
             self._open_jobs[number] = len(wanted)
@@ -296,22 +296,35 @@ class FileTier:
         idle = -(-self._idle.used_bytes // self._layout.file_bytes)
         return self.capacity_blocks - len(self._policy) - self._stuck - self._leaving() - idle
 
+    def _room(self) -> int:
+        """Blocks that a store may bring without giving up any.
+
+        Folders that others may have yet to claim take room, but what they exceed the bound by is not made up for by
+        blocks of this tier: ranks that start together would give up what they had for one another's folders. A new
+        block takes the place of one of its own until then, and the bytes in the directory do not grow.
+        """
+        free = self._free()
+        if not self._idle.may_be_claimed(self._clock()):
+            return free
+        return max(free, min(0, self.capacity_blocks - len(self._policy) - self._stuck - self._leaving()))
+
     def _leaving(self) -> int:
         """Files that are being removed and take room of their own meanwhile."""
         return len(self._removing) - len(self._replaced)
 
     def _evict(self, wanted: int, digests: Sequence[bytes]) -> list[BlockName]:
         """Give up blocks so that ``wanted`` further ones have room, none of those of the prompt. Where there are
-        folders of processes that are gone, they are given up instead, and there is room later. Where all blocks would
-        make no room, because what cannot be removed takes it, none is."""
-        free = self._free()
-        excess = wanted - free
+        folders of processes that are gone, and that nobody is about to claim, they are given up instead, and there is
+        room later. Where all blocks would make no room, because what cannot be removed takes it, none is."""
+        room = self._room()
+        excess = wanted - room
         if excess <= 0:
             return []
         if self._idle.any:
             self._clear_idle()
-            return []
-        if free + len(self._policy) <= 0:
+            if not self._idle.may_be_claimed(self._clock()):
+                return []
+        if room + len(self._policy) <= 0:
             return []
         protected = {*digests, *self._writing, *self._loading}
         evicted = [

@@ -90,6 +90,10 @@ class IdleFolders:
         """Whether there are some that may make room."""
         return bool(self._idle)
 
+    def may_be_claimed(self, now_s: float) -> bool:
+        """Whether there are some, and it is too early to clear them."""
+        return self.any and now_s < self._clears_s
+
     @property
     def used_bytes(self) -> int:
         """Of all of them, and of those that could not be cleared."""
@@ -128,8 +132,9 @@ class IdleFolders:
 
 
 def idle_folders(directory: Path, apart_from: Path) -> list[IdleFolder]:
-    """The folders of all namespaces that no process owns, the one used longest ago first.
+    """The folders of all namespaces that no process owns and that hold something, the one used longest ago first.
 
+    One without files makes no room. It is not removed either: a process that is about to claim it has opened it.
     None is locked while its files are counted, which takes seconds where there are many: other processes may claim it
     meanwhile, such as the other ranks of this server, and it is left out then.
     """
@@ -142,7 +147,7 @@ def idle_folders(directory: Path, apart_from: Path) -> list[IdleFolder]:
             if used_s is None:
                 continue
             folder = IdleFolder(path, _used_bytes(path), used_s)
-            if not folder.is_owned():
+            if folder.used_bytes and not folder.is_owned():
                 found.append(folder)
     return sorted(found, key=lambda folder: folder.used_s)
 

@@ -391,16 +391,70 @@ def test_no_folder_is_cleared_before_others_that_start_have_claimed_theirs(tmp_p
         store(tier, CHAIN)
         tier.close()
     first = opened(tmp_path, blocks=3, namespace=of_rank[0], clock=clock)
-    assert first.store(1, [b"d"], {0: [content(b"d")]}) == [] and ended(first) == []
+    assert store(first, [b"d"]) == {} and first.lookup([b"d"]) == 1, "in the place of one of its own"
+    assert first.usage().counts["evicted"] == 1 and bytes_of(tmp_path) == 6 * FILE_BYTES
     second = opened(tmp_path, blocks=3, namespace=of_rank[1], clock=clock)
     assert [tier.directory.name for tier in (first, second)] == ["0", "0"]
-    assert first.lookup(CHAIN) == second.lookup(CHAIN) == 3 and load(second, CHAIN) == {}
+    assert second.lookup(CHAIN) == 3 and load(second, CHAIN) == {}
+    assert first._idle.any
     clock.now_s = ASK_AGAIN_S
-    assert first.store(2, [b"d"], {0: [content(b"d")]}) == [] and ended(first) == [], "it is looked who has claimed"
-    assert store(first, [b"d"], 3) == {} and first.lookup([b"d"]) == 1, "that counts no more, and its own make room"
+    assert store(first, [b"e"], 2) == {}, "and it is looked who has claimed"
+    clock.now_s = CLAIMED_S
+    assert store(first, [b"f"], 3) == {} and first.lookup([b"f"]) == 1 and not first._idle.any
     assert second.lookup(CHAIN) == 3 and not first.usage().counts["cleared_folders"]
+    assert first.usage().blocks == 3 and bytes_of(tmp_path) == 6 * FILE_BYTES
     for tier in (first, second):
         tier.close()
+
+
+def test_a_full_tier_stores_right_after_a_start_in_the_place_of_its_own_blocks(tmp_path: Path) -> None:
+    """What nobody has claimed yet exceeds the bound; for that it gives up nothing of its own."""
+    clock, gone = Clock(), opened(tmp_path, namespace={**NAMESPACE, "model": "b"})
+    store(gone, [b"1", b"2"])
+    gone.close()
+    before = opened(tmp_path)
+    for number, key in enumerate(CHAIN):
+        store(before, [key], number)
+    before.close()
+    tier = opened(tmp_path, blocks=4, clock=clock)
+    assert tier._free() == -1
+    for number in range(1, 6):
+        clock.now_s += ASK_AGAIN_S
+        key = b"new %d" % number
+        assert store(tier, [key], number) == {} and tier.lookup([key]) == 1
+        assert tier.usage().counts["evicted"] == number and bytes_of(tmp_path) == 5 * FILE_BYTES
+    clock.now_s = CLAIMED_S
+    assert tier.store(8, [b"d"], {0: [content(b"d")]}) == [] and ended(tier) == [], "the folder makes room now"
+    assert store(tier, [b"d"], 9) == {} and files_of(gone.directory) == []
+    assert tier.usage().blocks == 4 and tier.usage().counts["evicted"] == 5
+    tier.close()
+
+
+def test_a_tier_that_has_nothing_to_give_up_waits_until_folders_are_cleared(tmp_path: Path) -> None:
+    """As of another model in a directory that is full: it goes over no bound and clears nothing of those who start."""
+    clock, gone = Clock(), opened(tmp_path, namespace={**NAMESPACE, "model": "b"})
+    store(gone, CHAIN)
+    gone.close()
+    tier = opened(tmp_path, blocks=3, clock=clock)
+    for clock.now_s in (0.0, CLAIMED_S - 1):
+        assert tier.store(1, [b"d"], {0: [content(b"d")]}) == [] and ended(tier) == []
+    assert len(files_of(gone.directory)) == 3 and tier.usage().counts["refused_no_room"] == 2
+    clock.now_s = CLAIMED_S
+    assert tier.store(2, [b"d"], {0: [content(b"d")]}) == [] and ended(tier) == []
+    assert store(tier, [b"d"], 3) == {} and bytes_of(tmp_path) == FILE_BYTES
+    tier.close()
+
+
+def test_an_empty_folder_that_was_left_over_changes_nothing(tmp_path: Path) -> None:
+    opened(tmp_path, namespace={**NAMESPACE, "model": "b"}).close()
+    clock = Clock()
+    tier = opened(tmp_path, blocks=2, clock=clock)
+    for clock.now_s in (0.0, 2 * CLAIMED_S):
+        for number in range(4):
+            key = b"%d at %d" % (number, clock.now_s)
+            assert store(tier, [key], number) == {} and tier.lookup([key]) == 1
+    assert not tier.usage().counts["cleared_folders"] and not tier.usage().counts["refused_no_room"]
+    tier.close()
 
 
 def test_what_cannot_be_cleared_goes_on_to_count(

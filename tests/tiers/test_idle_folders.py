@@ -29,7 +29,7 @@ def test_unused_folders_are_found_with_their_bytes_the_one_used_longest_ago_firs
     assert not idle[0].clear() and (living.path / NAME.folder / NAME.file).exists()
     assert idle[1].clear() and not (idle[1].path / NAME.folder / NAME.file).exists()
     assert (idle[1].path / NAME.folder / "notes.txt").exists()
-    assert sorted(folder.used_bytes for folder in idle_folders(tmp_path, used.path)) == [0, 10]
+    assert [folder.used_bytes for folder in idle_folders(tmp_path, used.path)] == [10], "what was cleared is left out"
     living.close()
     used.close()
 
@@ -41,6 +41,7 @@ def test_a_folder_that_others_count_is_claimed_meanwhile_under_its_own_number(
     used, model_of = claim(tmp_path), dict[Path, str]()
     for model in "bc":
         gone = claim(tmp_path, model=model)
+        put(gone)
         model_of[gone.path] = model
         gone.close()
     claimed: list[OwnedFolder] = []
@@ -106,6 +107,19 @@ def test_what_is_no_folder_of_blocks_is_left_alone(tmp_path: Path) -> None:
     used.close()
 
 
+def test_folders_without_files_are_left_out_and_stay_for_who_claims_them(tmp_path: Path) -> None:
+    used, gone, notes = claim(tmp_path), claim(tmp_path, model="b"), claim(tmp_path, model="c")
+    (notes.path / NAME.folder / "notes.txt").write_text("no block, which is not cleared")
+    for folder in (gone, notes):
+        folder.close()
+    idle = IdleFolders(idle_folders(tmp_path, used.path), 100.0)
+    assert not idle.any and not idle.may_be_claimed(100.0) and idle.next_task(100.0 + CLAIMED_S) is None
+    again = claim(tmp_path, model="b")
+    assert again.path == gone.path
+    for folder in (used, again):
+        folder.close()
+
+
 def attempt(action: Callable[[], None]) -> str:
     """As a tier tries something: why it failed, empty where it did not."""
     try:
@@ -124,6 +138,7 @@ def test_folders_make_room_once_those_that_start_as_well_had_time_to_claim_their
         os.utime(folder.path / "lock", (number, number))
     idle = IdleFolders(idle_folders(tmp_path, used.path), 100.0)
     assert idle.any and idle.used_bytes == 30
+    assert idle.may_be_claimed(100.0) and not idle.may_be_claimed(100.0 + CLAIMED_S)
     claimed = claim(tmp_path, model="c")
     look = idle.next_task(100.0)
     assert look is not None and idle.next_task(100.0) is None, "one after the other"

@@ -107,6 +107,7 @@ def test_only_so_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_descriptors_are_closed(tmp_path: Path) -> None:
     before = descriptors()
     folders = [claim(tmp_path), claim(tmp_path)]
+    put(folders[0])
     idle_folders(tmp_path, folders[0].path)
     for folder in folders:
         folder.close()
