@@ -40,7 +40,15 @@ from kvpolicy.caching import KINDS
 from kvpolicy.errors import InputError
 from kvpolicy.fields import POSITIVE, Rule, option, validate
 from kvpolicy.settings import GIB
-from kvpolicy.tiers import FileTier, Finished, Tier, file_bytes_of, refuse_unsafe, require_checksums
+from kvpolicy.tiers import (
+    MAX_QUEUED_BLOCKS,
+    FileTier,
+    Finished,
+    Tier,
+    file_bytes_of,
+    refuse_unsafe,
+    require_checksums,
+)
 from kvpolicy_vllm.plugin.file_namespace import computed_by, configuration_of_callers
 
 if TYPE_CHECKING:
@@ -51,6 +59,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 NAP_S = 0.02
 """It is looked so often whether vLLM has seeded its hashes."""
+SHARE = 4
+"""Of the chunks in host memory, stores hold at most one in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,9 @@ class BoundedFileTier(SecondaryTierManager):
         how = fields.read(TierSettings, settings, "secondary_tiers")
         self.locality = Locality(how.locality) if how.locality else None
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._max_held = min(MAX_QUEUED_BLOCKS, max(1, len(self._rows) // SHARE))
+        """Chunks that stores hold. vLLM gives up none of a job that has not ended, and saves nothing to host memory
+        where all are held, as on a slow disk."""
         self._directory, self._max_bytes, self._policy = how.directory, int(how.max_gib * GIB), how.eviction_policy
         self._namespace = namespace_of(offloading_spec, self._rows.shape[1], how)
         refuse_small(how.max_gib, self._rows.shape[1])
@@ -127,7 +140,9 @@ class BoundedFileTier(SecondaryTierManager):
         self._seed = bytes(kv_cache_utils.NONE_HASH)
         namespace = {**self._namespace, "hash_seed": self._seed.hex()}
         try:
-            self._opened = FileTier.open(self._directory, namespace, self._rows.shape[1], self._max_bytes, self._policy)
+            self._opened = FileTier.open(
+                self._directory, namespace, self._rows.shape[1], self._max_bytes, self._policy, self._max_held
+            )
         except (InputError, OSError) as error:
             logger.error("kvpolicy: serving without files: %s", error)
 
@@ -149,7 +164,7 @@ class BoundedFileTier(SecondaryTierManager):
             tier.asked([self._salt + key for key in chain])
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        if self.tier is None:
+        if self.tier is None or not self._may_hold(len(job_metadata.keys)):
             self._ended.append(JobResult(job_metadata.job_id, False))
             return
         chunk_of = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
@@ -176,9 +191,7 @@ class BoundedFileTier(SecondaryTierManager):
         self.tier.load(number, [(self._salt + key, [self._rows[chunk]]) for key, chunk in pairs])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        if self._opened is not None:
-            for finished in self._opened.finished():
-                self._take(finished)
+        self._take_finished()
         ended, self._ended = self._ended, []
         return ended
 
@@ -211,9 +224,21 @@ class BoundedFileTier(SecondaryTierManager):
         failed = self._failed[job.job_id] = set()
         return failed
 
+    def _may_hold(self, chunks: int) -> bool:
+        """Whether a store of so many chunks may begin: it holds all of them until the last one is written. One of more
+        than the share begins where no other is open, for else it never would."""
+        self._take_finished()
+        held = sum(len(job.keys) for job in self._jobs.values() if not job.is_promotion)
+        return not held or held + chunks <= self._max_held
+
     def _part(self, number: int, job: TransferJob) -> None:
         self._job_of[number] = job.job_id
         self._open[job.job_id] += 1
+
+    def _take_finished(self) -> None:
+        if self._opened is not None:
+            for finished in self._opened.finished():
+                self._take(finished)
 
     def _take(self, finished: Finished) -> None:
         job_id = self._job_of.pop(finished.number)

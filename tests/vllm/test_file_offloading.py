@@ -32,6 +32,7 @@ from kvpolicy_vllm.file_offloading import BoundedFileTier
 from kvpolicy_vllm.plugin import file_namespace, register
 from kvpolicy_vllm.plugin.kv_settings import settings_of
 from tests.tiers.blocks import files_of
+from tests.tiers.test_file_tier import Gate
 from tests.vllm.alone import made_request
 from tests.vllm.bare_configs import bare, bare_config, model_of
 from tests.vllm.kv_caches import kv_cache
@@ -74,9 +75,9 @@ def tier_of(vllm_config: Any, settings: dict[str, Any], rows: memoryview, told: 
 class Server:
     """vLLM's manager of tiers over host memory for a few chunks, and one request after the other."""
 
-    def __init__(self, directory: Path, model: Path, **more: Any) -> None:
-        self._region = SharedOffloadRegion(f"test-{uuid.uuid4().hex}", CHUNKS, None, ROW_BYTES, ROW_BYTES)
-        primary = CPUPrimaryTierOffloadingManager(CHUNKS, self._region)
+    def __init__(self, directory: Path, model: Path, chunks: int = CHUNKS, **more: Any) -> None:
+        self._region = SharedOffloadRegion(f"test-{uuid.uuid4().hex}", chunks, None, ROW_BYTES, ROW_BYTES)
+        primary = CPUPrimaryTierOffloadingManager(chunks, self._region)
         self.rows = np.asarray(primary.get_kv_memoryview()).view(np.uint8)
         settings = {
             "type": "BoundedFileTier", "module_path": "kvpolicy_vllm.file_offloading", "directory": str(directory),
@@ -98,11 +99,7 @@ class Server:
 
     def serve(self, keys: list[OffloadKey]) -> int:
         """Number of leading chunks that were loaded, with the bytes of each; the others are stored."""
-        self.requests += 1
-        request = ReqContext(f"r{self.requests}")
-        for position, key in enumerate(keys):
-            request.set_offload_key_position(key, position + 1)
-        self.manager.on_new_request(request)
+        request = self.begin(keys)
         hits = 0
         for key in keys:
             while (found := self.manager.lookup(key, request)) in (LookupResult.HIT_PENDING, LookupResult.RETRY):
@@ -114,17 +111,32 @@ class Server:
             assert np.array_equal(self.rows[chunk], bytes_of(key)), "a wrong content was loaded"
             self.manager.complete_load([key], request)
         for key in keys[hits:]:
-            stored = self.manager.prepare_store([key], request)
-            assert stored is not None
-            for one, chunk in zip(stored.keys_to_store, stored.store_spec.chunk_ids, strict=True):
-                self.rows[chunk] = bytes_of(one)
-            self.manager.complete_store(stored.keys_to_store, request)
+            assert self.save([key], request)
             self.step()
         self.manager.touch(keys, request)
         self.manager.on_request_finished(request)
         self.step()
         assert not self.manager.has_pending_work()
         return hits
+
+    def begin(self, keys: list[OffloadKey]) -> ReqContext:
+        """A new request with these chunks."""
+        self.requests += 1
+        request = ReqContext(f"r{self.requests}")
+        for position, key in enumerate(keys):
+            request.set_offload_key_position(key, position + 1)
+        self.manager.on_new_request(request)
+        return request
+
+    def save(self, keys: list[OffloadKey], request: ReqContext) -> bool:
+        """Its chunks come to host memory, and from there to files; False where host memory has no room for them."""
+        stored = self.manager.prepare_store(keys, request)
+        if stored is None:
+            return False
+        for one, chunk in zip(stored.keys_to_store, stored.store_spec.chunk_ids, strict=True):
+            self.rows[chunk] = bytes_of(one)
+        self.manager.complete_store(stored.keys_to_store, request)
+        return True
 
     def stop(self) -> None:
         del self.rows, self.tier._rows
@@ -270,6 +282,37 @@ def test_the_bound_holds(servers: Any, tmp_path: Path) -> None:
         server.serve(keys_of(str(number), 3))
     assert sum(path.stat().st_size for path in files_of(tmp_path / "kv")) <= MAX_GIB * (1 << 30)
     assert server.tier.tier.usage().counts["evicted"] > 10
+
+
+def test_a_slow_disk_holds_a_quarter_of_host_memory(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives up no chunk of a store that has not ended: what exceeds that is not stored, and saves go on."""
+    server = servers(chunks=16)
+    gate = Gate(monkeypatch, "writev")
+    one, two, three, many = (keys_of(name, chunks) for name, chunks in [("a", 3), ("b", 3), ("c", 1), ("d", 12)])
+    requests = [server.begin(keys) for keys in (one, two, three, many)]
+    try:
+        for keys, request in zip((one, two, three), requests, strict=False):
+            assert server.save(keys, request)
+        assert server.tier.tier.usage().queued_blocks == 4, "the second one of three would hold too much"
+        assert server.save(many, requests[3]), "host memory has room but for what stores hold"
+    finally:
+        gate.open()
+    for request in requests:
+        server.manager.on_request_finished(request)
+    server.step()
+    assert not server.manager.has_pending_work()
+    assert [[server.tier.tier.lookup([key]) for key in keys] for keys in (one, two, three)] == [[1] * 3, [0] * 3, [1]]
+
+
+def test_a_store_of_more_than_that_begins_alone_and_stores_its_first_chunks(servers: Any) -> None:
+    server = servers(chunks=16)
+    keys = keys_of("a", 6)
+    request = server.begin(keys)
+    assert server.save(keys, request)
+    server.manager.on_request_finished(request)
+    server.step()
+    assert [server.tier.tier.lookup([key]) for key in keys] == [1] * 4 + [0] * 2
+    assert not server.manager.has_pending_work()
 
 
 def test_after_a_reset_nothing_old_is_found_here_and_nothing_new_elsewhere(servers: Any) -> None:
