@@ -116,6 +116,7 @@ class BoundedFileTier(SecondaryTierManager):
         self._opened: Tier | None = None
         self._seed = b""
         """Of vLLM's hashes, when the files were opened."""
+        self._said_reseeded = False
         self._ends = threading.Event()
         self._opening = threading.Thread(target=self._open_once_seeded, name="kvpolicy-files-open", daemon=True)
         self._salt = b""
@@ -149,8 +150,16 @@ class BoundedFileTier(SecondaryTierManager):
     @property
     def tier(self) -> Tier | None:
         """The files. None as long as they are being opened, and where they could not be: the server goes on without
-        them; and where a second engine of this process has seeded its hashes otherwise since."""
-        return self._opened if self._opened is not None and self._seed == kv_cache_utils.NONE_HASH else None
+        them; and where a second engine of this process has seeded its hashes otherwise since, which is logged once."""
+        if self._opened is None or self._seed == kv_cache_utils.NONE_HASH:
+            return self._opened
+        if not self._said_reseeded:
+            self._said_reseeded = True
+            logger.error(
+                "kvpolicy: serving without files: another engine of this process has seeded vLLM's block hashes anew; "
+                "set PYTHONHASHSEED to a fixed number, or leave out --prefix-caching-hash-algo"
+            )
+        return None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         there = self.tier is not None and self.tier.lookup([self._salt + key])

@@ -391,8 +391,22 @@ def test_files_are_open_before_the_first_request_once_hashes_are_seeded(
         assert server.tier.lookup(keys_of("a", 1)[0], ReqContext("r")) is LookupResult.MISS
     server.tier._opening.join()
     assert server.tier.tier.usage().blocks == 3 and server.serve(keys_of("a", 3)) == 3
+
+
+def test_files_are_of_no_use_once_another_engine_has_seeded_the_hashes_anew(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two engines of one process with random seeds: keys of both have the second seed then."""
+    errors: list[str] = []
+    monkeypatch.setattr("kvpolicy_vllm.file_offloading.logger.error", lambda text, *_: errors.append(text))
+    server = servers()
+    server.serve(keys_of("a", 3))
+    assert errors == []
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"of another engine of this process")
     assert server.tier.tier is None, "these are files of other keys"
+    for prompt in "bca":
+        assert server.serve(keys_of(prompt, 4)) == 0
+    assert len(errors) == 1 and "another engine" in errors[0] and "PYTHONHASHSEED" in errors[0]
 
 
 def test_a_server_that_ends_before_hashes_are_seeded_opens_no_files(
