@@ -176,6 +176,26 @@ def test_what_a_rank_has_no_room_for_is_refused_and_has_not_failed() -> None:
     assert core.counts == {"stored": 1, "refused": 1, "store_failed": 1}
 
 
+def test_refused_stores_and_those_of_before_a_reset_do_not_end_saving_for_files() -> None:
+    """As where folders of others are being cleared, or the queue of one rank is full."""
+    core = Core()
+    core.index.acknowledge([FileReport(ready=True)] * core.ranks)
+    core.save(CHAIN)
+    ((job,), _) = core.jobs()
+    digests = tuple(map(digest_of_key, CHAIN))
+    core.index.acknowledge([FileReport(job.number, refused=digests), FileReport(job.number)])
+    assert core.counts["refused"] == 3 and not core.counts["store_failed"] and core.index.takes(b"x", 3)
+    core.save([b"d"])
+    ((job,), _) = core.jobs()
+    core.index.forget()
+    core.report(job)
+    assert core.counts["store_failed"] == 1 and core.index.takes(b"x", 3)
+    core.save([b"e"])
+    ((job,), _) = core.jobs()
+    core.report(job, failed=[core.index._salt + b"e"])
+    assert not core.index.takes(b"x", 3), "as on a full disk"
+
+
 def test_blocks_come_back_to_host_memory() -> None:
     core = Core()
     core.stored()

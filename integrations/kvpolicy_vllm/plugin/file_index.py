@@ -77,7 +77,8 @@ class FileIndex:
         self._stores: list[FileJob] = []
         self._loads: list[FileJob] = []
         self._fail_until_s = -inf
-        """After a store of which nothing was stored, as on a full disk: when another may be worth saving for."""
+        """After a store that failed and of which nothing was stored, as on a full disk: when another may be worth
+        saving for. One that was refused has not failed, nor has one that began before a reset."""
         self.worth_storing: Callable[[int], bool] = lambda blocks: True
         """Whether blocks of a chain of so many blocks are stored: where reading and loading all of them would cost more
         than computing them, none is."""
@@ -322,7 +323,10 @@ class FileIndex:
             for key, ok in zip(under.keys, done, strict=True):
                 if ok:
                     self._there[digest_of_key(key)] = self._ranks
-            self._fail_until_s = -inf if any(done) else self._clock() + RENEWED_S
+            if any(done):
+                self._fail_until_s = -inf
+            elif under.failed and not under.stale:
+                self._fail_until_s = self._clock() + RENEWED_S
             refused = len(under.refused - under.failed)
             self._count("stored", sum(done))
             self._count("refused", refused)
