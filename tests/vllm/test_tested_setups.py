@@ -245,6 +245,19 @@ def test_keys_and_values_of_a_precision_that_was_not_tested_are_told(
     assert bool(said) == is_told
 
 
+def test_layers_with_types_of_their_own_are_told() -> None:
+    config = configured("fp8")
+    config.cache_config.kv_cache_dtype_skip_layers = []
+    config.speculative_config = SimpleNamespace(kv_cache_dtype="fp8")
+    assert tested_setups.untested_setup(config, None) == ""
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    config.speculative_config.kv_cache_dtype = "auto"
+    assert tested_setups.untested_setup(config, None) == (
+        "--kv-cache-dtype-skip-layers and kv_cache_dtype of --speculative-config: layers with keys and values of "
+        "several types were not tested"
+    )
+
+
 def test_both_are_told_where_neither_was_tested() -> None:
     config = taking("Gemma3ForConditionalGeneration")
     config.cache_config.cache_dtype, config.model_config.is_hybrid = "fp8", True

@@ -41,6 +41,7 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
     parts = (
         untested_inputs(config),
         untested_precision(config),
+        several_precisions(config),
         untested_connectors(connectors_beside(config), kv_cache),
         untested_states(config, kv_cache),
         untested_version(config, kv_cache),
@@ -116,6 +117,18 @@ def untested_precision(config: VllmConfig) -> str:
     if not untested:
         return ""
     return f"--kv-cache-dtype {precision} was not tested with {' or '.join(untested)}; it was with {TESTED_WITH_FP8}"
+
+
+def several_precisions(config: VllmConfig) -> str:
+    """That layers keep keys and values in types of their own, which was not tested; empty where all have one."""
+    cache, drafter = config.cache_config, getattr(config, "speculative_config", None)
+    its_own = getattr(drafter, "kv_cache_dtype", None)
+    flags = [
+        "--kv-cache-dtype-skip-layers" * bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "kv_cache_dtype of --speculative-config" * (its_own not in (None, cache.cache_dtype)),
+    ]
+    named = " and ".join(filter(None, flags))
+    return f"{named}: layers with keys and values of several types were not tested" if named else ""
 
 
 def untested_states(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
