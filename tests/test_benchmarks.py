@@ -536,7 +536,11 @@ for busy in (0.5, None):  # half of the 2 hours' time in steps: 1,800 s of each 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [(("--max-pairs", "0"), "--max-pairs is 0"), (("--memory-share", "2"), "--memory-share is 2.0")]
+    ("wrong", "said"),
+    [
+        (("--max-pairs", "0"), "--max-pairs is 0"),
+        pytest.param(("--memory-share", "2"), "--memory-share is 2.0", marks=pytest.mark.slow),
+    ],
 )
 def test_live_pairs_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
     done = run("live_pairs.py", "--out", "unused", *wrong)
@@ -572,7 +576,11 @@ print(list(kept["ratios"]), round(kept["ratios"][f"{SWAP} over {DENSE}"]["CPU ti
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [(("--requests", "0"), "--requests is 0"), (("--minutes", "-1"), "--minutes is -1.0")]
+    ("wrong", "said"),
+    [
+        (("--requests", "0"), "--requests is 0"),
+        pytest.param(("--minutes", "-1"), "--minutes is -1.0", marks=pytest.mark.slow),
+    ],
 )
 def test_live_windows_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
     done = run("live_windows.py", "--out", "unused", *wrong)
@@ -669,7 +677,10 @@ print(round(found.ratio("urgent TTFT p99", LEARNED).value, 3), [worse for _, _, 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [(("--starts", "1"), "--starts is 1: should be 2 or more"), (("--load", "0"), "--load is 0.0: should be above 0")],
+    [
+        (("--starts", "1"), "--starts is 1: should be 2 or more"),
+        pytest.param(("--load", "0"), "--load is 0.0: should be above 0", marks=pytest.mark.slow),
+    ],
 )
 def test_live_orders_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
     done = run("live_orders.py", "--out", "unused", *wrong)

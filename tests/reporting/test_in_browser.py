@@ -89,11 +89,15 @@ class Reader:
             self.page.wait_for_selector("html[data-charts=ready]", state="attached", timeout=60_000)
 
 
+OFTEN = ((390, "light"), (1280, "dark"))
 looks = pytest.mark.parametrize(
     ("width", "scheme"),
-    [pytest.param(*look, id="-".join(map(str, look))) for look in product(WIDTHS, SCHEMES)],
+    [
+        pytest.param(*look, id="-".join(map(str, look)), marks=[] if look in OFTEN else pytest.mark.slow)
+        for look in product(WIDTHS, SCHEMES)
+    ],
 )
-"""In which every page is opened."""
+"""In which every page is opened, in those of :data:`OFTEN` by `make test`."""
 
 
 @looks

@@ -409,6 +409,7 @@ def test_the_report_says_why_not() -> None:
     assert late.text().startswith("m: not known whether it is served by") and "only the engine can tell" in late.text()
 
 
+@pytest.mark.slow
 def test_ranks_beyond_the_kv_heads_hold_copies(model: str) -> None:
     """Of a model with two KV heads four ranks hold every token's KV twice."""
     heads = json.loads((Path(model) / "config.json").read_text())["num_key_value_heads"]
@@ -487,6 +488,7 @@ def test_states_beside_another_connector(process: EngineProcess, tmp_path: Path)
     assert [group["kind"] for group in windows["groups"]] == ["FullAttentionSpec"]
 
 
+@pytest.mark.slow
 def test_states_are_split_over_ranks_that_hold_copies_of_keys_and_values(tmp_path: Path) -> None:
     """A hybrid's attention block has the bytes of a state, so ranks without a head of their own need fewer tokens a
     block. Before, layers of several ranks were made as one rank's, and vLLM refused the state that did not fit."""

@@ -273,7 +273,8 @@ def test_a_node_that_only_decodes(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("MultiConnector over several KV cache groups")
-@pytest.mark.parametrize("family", ["gpt-oss", pytest.param("gemma-4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma-4"])
 def test_windows_on_a_node_that_only_decodes(family: str, tmp_path: Path) -> None:
     """In memory for some of the requests, with more of them forced out: all come back by ours, as made up as before. A
     recompute would have the prompt's real keys and values, as windows leave nothing of it in the prefix cache."""

@@ -51,8 +51,8 @@ SCARCE_BLOCKS = {
 
 
 def marked(name: str) -> Any:
-    slow = [] if name == "gpt-oss" else [pytest.mark.slow]
-    return pytest.param(name, marks=[pytest.mark.feature(f"a profile of {families.FAMILIES[name].feature}"), *slow])
+    feature = pytest.mark.feature(f"a profile of {families.FAMILIES[name].feature}")
+    return pytest.param(name, marks=[feature, pytest.mark.slow])
 
 
 @pytest.fixture(scope="module", params=[*map(marked, KEPT)])
