@@ -34,8 +34,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from caching_bars import Row, bars
-from kept_rows import KeptRows, versions
 from matrix_places import LLAMA_3_1_8B
+from row_file import RowFile, versions
 
 from kvpolicy import cost
 from kvpolicy.caching import KINDS, ByCost, chains_of, hindsight, replay
@@ -127,15 +127,15 @@ def table(rows: Sequence[Row]) -> list[str]:
     return aligned([heads, *cells])
 
 
-def rows_of(options: argparse.Namespace, kept: KeptRows) -> list[Row]:
-    """Those that are asked for; what is kept is not made again."""
+def rows_of(options: argparse.Namespace, file: RowFile) -> list[Row]:
+    """Those that are asked for; what the file has is not made again."""
     price_of, rows = prices(options.cost_model), []
-    known = {(one.trace, one.draw, one.share): one for one in (Row(**fields) for fields in kept.rows)}
+    known = {(one.trace, one.draw, one.share): one for one in (Row(**fields) for fields in file.rows)}
     for trace in traces(options):
         name, draw, tokens, _ = trace
         for share in map(float, options.shares.split(",")):
             one = known.get((name, draw, share))
-            rows.append(one or Row(**kept.add(asdict(row(trace, share, price_of(tokens))))))
+            rows.append(one or Row(**file.add(asdict(row(trace, share, price_of(tokens))))))
     return rows
 
 
@@ -154,10 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings = {name: getattr(options, name) for name in SETTINGS} | {"versions": versions()}
     try:
-        kept = KeptRows.read(options.json, settings)
+        file = RowFile.read(options.json, settings)
     except ValueError as error:
         parser.error(str(error))
-    rows = rows_of(options, kept)
+    rows = rows_of(options, file)
     if not rows:
         parser.error(
             f"{options.data}: holds no traces/mooncake_*.jsonl.gz, traces/agentic_*.jsonl.gz or "

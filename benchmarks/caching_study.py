@@ -44,8 +44,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kept_rows import KeptRows, versions
 from matrix_places import LLAMA_3_1_8B
+from row_file import RowFile, versions
 
 from kvpolicy.caching import Foreseen
 from kvpolicy.caching import spec as caching
@@ -168,9 +168,9 @@ Found = Mapping[str, Any]
 class Results:
     """Runs by arm and seed."""
 
-    def __init__(self, kept: KeptRows) -> None:
-        self._kept = kept
-        self._runs: dict[tuple[Arm, int], Found] = {(Arm(**run["arm"]), run["seed"]): run["found"] for run in kept.rows}
+    def __init__(self, file: RowFile) -> None:
+        self._file = file
+        self._runs: dict[tuple[Arm, int], Found] = {(Arm(**run["arm"]), run["seed"]): run["found"] for run in file.rows}
 
     def __contains__(self, run: tuple[Arm, int]) -> bool:
         return run in self._runs
@@ -178,7 +178,7 @@ class Results:
     def add(self, arm: Arm, seed: int, one: Summary) -> None:
         found = asdict(one)
         del found["simulator_wall_s"]
-        self._runs[arm, seed] = self._kept.add({"arm": asdict(arm), "seed": seed, "found": found})["found"]
+        self._runs[arm, seed] = self._file.add({"arm": asdict(arm), "seed": seed, "found": found})["found"]
 
     def of(self, arm: Arm, seeds: Sequence[int]) -> list[Found]:
         return [self._runs[arm, seed] for seed in seeds]
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(parser, arguments)
     seeds = range(options.seeds)
     try:
-        results = Results(KeptRows.read(options.json, {"keep": options.keep, "versions": versions()}))
+        results = Results(RowFile.read(options.json, {"keep": options.keep, "versions": versions()}))
     except ValueError as error:
         parser.error(str(error))
     done: list[Arm] = []

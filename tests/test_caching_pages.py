@@ -168,14 +168,14 @@ def test_an_interval_over_draws_takes_several_of_a_trace() -> None:
 
 def test_rows_are_kept_as_they_are_read_again(tmp_path: Path) -> None:
     """To six digits, one a line."""
-    kept_rows = import_module("kept_rows")
-    file, settings = tmp_path / "rows.json", {"think": 60.0, "versions": kept_rows.versions()}
-    kept = kept_rows.KeptRows.read(file, settings)
+    row_file = import_module("row_file")
+    file, settings = tmp_path / "rows.json", {"think": 60.0, "versions": row_file.versions()}
+    kept = row_file.RowFile.read(file, settings)
     assert kept.rows == [] and not file.exists()
     made = [kept.add({"saved": {"lru": number / 3, "cost": float("nan")}}) for number in (1.0, 2.0)]
     assert made[0] == {"saved": {"lru": 0.333333, "cost": None}}
-    assert kept_rows.KeptRows.read(file, settings).rows == made and len(file.read_text().splitlines()) == 4
+    assert row_file.RowFile.read(file, settings).rows == made and len(file.read_text().splitlines()) == 4
     with pytest.raises(ValueError, match=r"was made with think 60\.0, not 5\.0"):
-        kept_rows.KeptRows.read(file, settings | {"think": 5.0})
+        row_file.RowFile.read(file, settings | {"think": 5.0})
     with pytest.raises(ValueError, match="was made with versions"):
-        kept_rows.KeptRows.read(file, settings | {"versions": {"kvpolicy": "0"}})
+        row_file.RowFile.read(file, settings | {"versions": {"kvpolicy": "0"}})

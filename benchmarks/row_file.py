@@ -30,7 +30,7 @@ def text_of(settings: Mapping[str, Any], rows: Sequence[Fields]) -> str:
 
 
 @dataclass
-class KeptRows:
+class RowFile:
     """Without a file they are in memory alone. Numbers have six digits, so that a row is the same read as made."""
 
     file: Path | None
@@ -39,7 +39,7 @@ class KeptRows:
     rows: list[Fields] = field(default_factory=list)
 
     @classmethod
-    def read(cls, file: Path | None, settings: Mapping[str, Any]) -> KeptRows:
+    def read(cls, file: Path | None, settings: Mapping[str, Any]) -> RowFile:
         """What the file has; no rows where there is none. Raises ValueError for a file of other settings."""
         if file is None or not file.exists():
             return cls(file, settings)
