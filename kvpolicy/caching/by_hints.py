@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
@@ -41,11 +41,12 @@ EVENTS = tuple(one.name for one in fields(HintCounts))
 """What may become of the hints about a block."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hold:
     """A block that is held back from eviction."""
 
     until_s: float
+    """Never falls. Its entries in heaps may have an earlier time, see :class:`Held`."""
     client: Client
     number: int
     """Of its entries in the heaps of its client and of its class."""
@@ -59,15 +60,17 @@ class Held:
 
     blocks: int = 0
     heap: list[Time] = field(default_factory=list)
-    """The hold that ends first on top, among others that are outdated."""
+    """One entry of each hold, with a time at which it does not end before, among entries of holds that were dropped.
+    Times are put right when they come to the top: a prefix that many requests pin is held longer by each of them, block
+    by block, and ends once."""
 
 
 class Holders:
-    """The clients, or the classes, for which blocks are held: at most ``each`` for one of them. ``is_valid``: whether
-    an entry of a heap is not outdated."""
+    """The clients, or the classes, for which blocks are held: at most ``each`` for one of them. ``end_of``: when the
+    hold of a heap's entry ends; None where it was dropped."""
 
-    def __init__(self, each: int, is_valid: Callable[[Time], bool]) -> None:
-        self._each, self._is_valid = each, is_valid
+    def __init__(self, each: int, end_of: Callable[[Time], float | None]) -> None:
+        self._each, self._end_of = each, end_of
         self._held: dict[Hashable, Held] = {}
 
     def __iter__(self) -> Iterator[Hashable]:
@@ -82,20 +85,26 @@ class Holders:
         """The hold that ends first; None where there is none."""
         held = self._held.get(holder)
         heap = [] if held is None else held.heap
-        while heap and not self._is_valid(heap[0]):
-            heappop(heap)
-        return heap[0] if heap else None
+        while heap:
+            entry = heap[0]
+            until_s = self._end_of(entry)
+            if until_s == entry[0]:
+                return entry
+            if until_s is None:
+                heappop(heap)
+            else:
+                heapreplace(heap, (until_s, *entry[1:]))
+        return None
 
-    def add(self, holder: Hashable, entry: Time, is_new: bool) -> None:
-        """A block is held for it from now on, or, where it is not new, until another time."""
+    def add(self, holder: Hashable, entry: Time) -> None:
+        """One block more is held for it."""
         held = self._held.get(holder)
         if held is None:
             held = self._held[holder] = Held()
-        if is_new:
-            held.blocks += 1
+        held.blocks += 1
         heappush(held.heap, entry)
         if len(held.heap) > STALE * max(held.blocks, 16):
-            held.heap = [one for one in held.heap if self._is_valid(one)]
+            held.heap = [one for one in held.heap if self._end_of(one) is not None]
             heapify(held.heap)
 
     def remove(self, holder: Hashable) -> None:
@@ -113,8 +122,8 @@ class Holds:
     def __init__(self, most: int, of_class: int, of_client: int, counts: HintCounts) -> None:
         self._most, self._counts = most, counts
         self._of: dict[Key, Hold] = {}
-        self.classes = Holders(of_class, self._is_valid)
-        self.clients = Holders(of_client, self._is_valid) if of_client < of_class else None
+        self.classes = Holders(of_class, self._end_of)
+        self.clients = Holders(of_client, self._end_of) if of_client < of_class else None
         """None where their class bounds them as much."""
         self._number = 0
 
@@ -135,18 +144,20 @@ class Holds:
         Where the client has no room left, its holds that end first are dropped, and where its class has none, or all
         together, those of the class; never those of the same window. What exceeds the room even so is not held.
         """
-        own = frozenset(keys)
+        own: frozenset[Key] | None = None
         for position, key in enumerate(keys):
-            before, is_pin = self._of.get(key), position < pins
-            if before is not None and before.until_s >= until_s and before.is_pin >= is_pin:
+            hold, is_pin = self._of.get(key), position < pins
+            if hold is None:
+                own = own or frozenset(keys)
+                if not self._has_room(client, until_s, own):
+                    self._counts.refused += len(keys) - position
+                    return
+                self._add(key, position, until_s, client, is_pin)
+            elif hold.until_s >= until_s and hold.is_pin >= is_pin:
                 continue
-            if before is None and not self._has_room(client, until_s, own):
-                self._counts.refused += len(keys) - position
-                return
-            if before is None:
-                self._set(key, position, until_s, client, is_pin)
             else:  # it still counts for the client that held it before: the place is taken already
-                self._set(key, position, max(until_s, before.until_s), before.client, is_pin or before.is_pin)
+                hold.until_s, hold.is_pin = max(until_s, hold.until_s), is_pin or hold.is_pin
+            self._counts.held += 1
 
     def _has_room(self, client: Client, until_s: float, own: Container[Key]) -> bool:
         if self.clients is not None and self.clients.is_full(client):
@@ -161,19 +172,17 @@ class Holds:
         self._counts.displaced += 1
         return True
 
-    def _set(self, key: Key, position: int, until_s: float, client: Client, is_pin: bool) -> None:
-        is_new = key not in self._of
+    def _add(self, key: Key, position: int, until_s: float, client: Client, is_pin: bool) -> None:
         self._number += 1
         self._of[key] = Hold(until_s, client, self._number, is_pin)
         entry = until_s, -position, self._number, key
-        self.classes.add(client.class_name, entry, is_new)
+        self.classes.add(client.class_name, entry)
         if self.clients is not None:
-            self.clients.add(client, entry, is_new)
-        self._counts.held += 1
+            self.clients.add(client, entry)
 
-    def _is_valid(self, entry: Time) -> bool:
-        found = self._of.get(entry[3])
-        return found is not None and found.number == entry[2]
+    def _end_of(self, entry: Time) -> float | None:
+        hold = self._of.get(entry[3])
+        return None if hold is None or hold.number != entry[2] else hold.until_s
 
     def drop(self, key: Key) -> None:
         """Hold a block no longer."""
@@ -295,7 +304,7 @@ class Hinted(CachingPolicy):
     def _want(self, keys: Sequence[Key]) -> None:
         """Evict these blocks first no longer."""
         for marked in (self._first, self._unwanted):
-            if marked:
+            if marked and not marked.keys().isdisjoint(keys):
                 for key in keys:
                     marked.pop(key, None)
 
