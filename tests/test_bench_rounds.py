@@ -157,12 +157,22 @@ def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:
     run = {"cell": {"n": 1}, "round": 0, "arm": "vllm", "ttft_s": {"mean": 1 / 3}, "rows": [1], "lookups": [[2]]}
     bench = {
         "kind": "chat", "versions": {}, "load": {"workload": "lengths:/a/b/c.csv?think=1", "rounds": 1},
-        "prices": {"price_ratio": 0.123456789, "unknown": ""}, "runs": [run],
+        "prices": {"price_ratio": 0.123456789, "unknown": ""}, "runs": [run], "target": "/models/llama",
+        "arms": [
+            {"name": "vllm", "hints": False, "command": ["/bin/vllm", "serve", "/models/llama", "--dtype", "float32"]},
+            {"name": "ours", "hints": True, "command": ["vllm", "serve", "llama", '{"cache_files": "/nvme/kv", "gib": 1}']},
+        ],
+        "comparisons": [
+            {"tokens": {"ours": {"tokens": 10, "different": [{"turn": 0}]}}},
+            {"tokens": {"ours": {"tokens": 5, "different": []}}},
+        ],
     }  # fmt: skip
     (tmp_path / "bench.json").write_text(json.dumps(bench))
     found = rounds.gathered(tmp_path / "bench.json")
     assert found["runs"] == [{"cell": {"n": 1}, "round": 0, "arm": "vllm", "ttft_s": {"mean": 0.333333}}]
     assert (found["workload"], found["prices"]) == ("lengths:c.csv?think=1", {"price_ratio": 0.123457})
+    assert (found["target"], found["compared"]) == ("llama", {"tokens": 15, "different": 1})
+    assert [arm["flags"] for arm in found["arms"]] == [["--dtype", "float32"], ['{"cache_files": "kv", "gib": 1}']]
     assert json.loads(rounds.text_of({"one": found})) == {"one": found}
 
 

@@ -4,14 +4,16 @@
 
 FILE: a `bench.json` of `kvpolicy bench chat`, `analytics` or `rate`. It replaces what docs/bench-rounds.json has under
 NAME. Of every run of an arm its figures are kept, to six digits, and neither its single requests nor its counters; of
-the bench its load, without folders, its versions, and p / d where it was measured.
+the bench its model, its load and the flags of its servers, without folders, its versions, how many tokens were compared
+and how many conversations differed, and p / d where it was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,6 +39,12 @@ def gathered(file: Path) -> dict[str, Any]:
             {
                 "kind": bench["kind"],
                 "versions": bench["versions"],
+                "target": without_path(bench["target"]),
+                "arms": [
+                    {"name": arm["name"], "hints": arm["hints"], "flags": [*map(without_path, arm["command"][3:])]}
+                    for arm in bench["arms"]
+                ],
+                "compared": compared(bench["comparisons"]),
                 "workload": None if workload is None else without_folder(workload),
                 "load": load,
                 "prices": {name: value for name, value in (bench.get("prices") or {}).items() if name in OF_PRICES},
@@ -48,6 +56,17 @@ def gathered(file: Path) -> dict[str, Any]:
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise SystemExit(f"{file}: should be the bench.json of a bench: {error}") from None
+
+
+def without_path(word: str) -> str:
+    """A word of a command, without the folders of the machine."""
+    return word if "://" in word else re.sub(r"(?<![\w.])/[\w./-]*/", "", word)
+
+
+def compared(comparisons: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Tokens that arms were compared by, and conversations that differ from some token on."""
+    found = [arm for one in comparisons for arm in one["tokens"].values()]
+    return {"tokens": sum(one["tokens"] for one in found), "different": sum(len(one["different"]) for one in found)}
 
 
 def without_folder(workload: str) -> str:

@@ -94,6 +94,18 @@ def test_of_a_class_the_holds_that_end_first_make_room() -> None:
     assert policy.hits("xy") == 2 and policy.counts.refused == 1, "a shorter hold does not displace a longer one"
 
 
+def test_a_hold_that_was_extended_makes_room_by_its_new_end() -> None:
+    policy, clock = hinted(8, share=0.5, each=0.5)
+    serve(policy, "ab", Hints(keep_s=10.0))
+    serve(policy, "xy", Hints(keep_s=20.0))
+    clock.now_s = 1.0
+    serve(policy, "ab", Hints(keep_s=100.0))
+    serve(policy, "mn", Hints(keep_s=50.0))
+    assert policy.held("abmnxy") == {*"abmn"} and policy.counts.displaced == 2
+    clock.now_s = 51.0
+    assert policy.held("abmnxy") == {*"ab"}
+
+
 ANNE, BEN = Client("chat", b"anne"), Client("chat", b"ben")
 
 
@@ -298,10 +310,16 @@ def test_over_any_policy(
 def check_bounds(policy: Hinted, there: set[str]) -> None:
     holds = policy._holds
     assert len(holds) <= 4
+    ends: dict[object, list[float]] = {}
+    for hold in holds._of.values():
+        for holder in (hold.client.class_name, hold.client):
+            ends.setdefault(holder, []).append(hold.until_s)
     for holders, each in ((holds.classes, 3), (holds.clients, 2)):
         assert holders is not None and sum(held.blocks for held in holders._held.values()) == len(holds)
-        for held in holders._held.values():
+        for holder, held in holders._held.items():
             assert 0 < held.blocks <= each and len(held.heap) <= STALE * 16 + 1
+            first = holders.first(holder)
+            assert held.blocks == len(ends[holder]) and first is not None and first[0] == min(ends[holder])
     assert set(policy._first) <= there and not set(policy._first) & set(holds._of)
     assert len(policy._unwanted) <= policy.capacity and set(policy._parent) == there
     assert policy._session_blocks == sum(map(len, policy._sessions.values())) <= REMEMBERED * policy.capacity

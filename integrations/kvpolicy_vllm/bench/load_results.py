@@ -51,6 +51,8 @@ def chat_figures(run: ChatRun) -> dict[str, Any]:
         "messages_s": steady / steady_s if steady_s else None,
         **steady_latencies(rows, steady_s),
         "ttft_s": _summary(message.answer.ttft_s for message in good),
+        "begun": sum(not message.turn for message in good),
+        "first_ttft_s": _summary(message.answer.ttft_s for message in good if not message.turn),
         "later_ttft_s": _summary(message.answer.ttft_s for message in good if message.turn),
         "e2e_s": _summary(message.answer.e2e_s for message in good),
         "window_tokens": _summary(float(message.window_tokens) for message in good),

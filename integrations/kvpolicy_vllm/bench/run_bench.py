@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
@@ -288,8 +289,9 @@ class Driver:
             vocabulary = tuple(sorted(set(await api.tokenize(SAMPLE_TEXT))))
             self._model = Model(name, context_tokens or DEFAULT_CONTEXT, vocabulary)
             write(self._out / "model.json", sealed(asdict(self._model)))
-        # Two runs on one server share no cached prefix, so that neither finds what the other has computed.
-        salt = f"{arm.name} {words(cell)} {round_}"
+        # Two runs on one server share no cached prefix, so that neither finds what the other has computed: not even
+        # runs of two benches, or of one that was interrupted, on a server or in files that outlive them.
+        salt = f"{arm.name} {words(cell)} {round_} {uuid4().hex}"
         return Terms(api, self._model.vocabulary, self._model.context_tokens, salt, arm.hints, arm.reserve)
 
     async def _warm_up(self, api: Api, terms: Terms) -> None:
