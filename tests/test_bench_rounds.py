@@ -160,7 +160,7 @@ def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:
         "prices": {"price_ratio": 0.123456789, "unknown": ""}, "runs": [run], "target": "/models/llama",
         "arms": [
             {"name": "vllm", "hints": False, "command": ["/bin/vllm", "serve", "/models/llama", "--dtype", "float32"]},
-            {"name": "ours", "hints": True, "command": ["vllm", "serve", "llama", '{"cache_files": "/nvme/kv", "gib": 1}']},
+            {"name": "ours", "hints": True, "command": ["vllm", "serve", "llama", '{"files": "/nvme/kv", "gib": 1}']},
         ],
         "comparisons": [
             {"tokens": {"ours": {"tokens": 10, "different": [{"turn": 0}]}}},
@@ -172,7 +172,7 @@ def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:
     assert found["runs"] == [{"cell": {"n": 1}, "round": 0, "arm": "vllm", "ttft_s": {"mean": 0.333333}}]
     assert (found["workload"], found["prices"]) == ("lengths:c.csv?think=1", {"price_ratio": 0.123457})
     assert (found["target"], found["compared"]) == ("llama", {"tokens": 15, "different": 1})
-    assert [arm["flags"] for arm in found["arms"]] == [["--dtype", "float32"], ['{"cache_files": "kv", "gib": 1}']]
+    assert [arm["flags"] for arm in found["arms"]] == [["--dtype", "float32"], ['{"files": "kv", "gib": 1}']]
     assert json.loads(rounds.text_of({"one": found})) == {"one": found}
 
 

@@ -162,14 +162,26 @@ def test_documents_show_commands() -> None:
 
 @pytest.mark.parametrize(("page", "shown"), OURS, ids=[f"{page} {' '.join(shown.words)}" for page, shown in OURS])
 def test_a_command_that_is_shown_is_taken(page: str, shown: Shown) -> None:
+    """Those flags that are to be vLLM's are asked for in tests/vllm/test_launch_flags.py."""
+    command, words = _command_of(shown)
+    takes_more = command.context_settings.get("ignore_unknown_options", False)
+    assert takes_more or not not_ours(shown)
+    if shown.whole:
+        command.make_context(command.name, words)
+
+
+def _command_of(shown: Shown) -> tuple[Any, list[str]]:
     command, words = typer.main.get_command(app), list(shown.words[1:])
     while hasattr(command, "commands") and not words[0].startswith("-"):
         command = command.commands[words.pop(0)]
-    known = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-    takes_more = command.context_settings.get("ignore_unknown_options", False)
-    assert takes_more or shown.flags <= known
-    if shown.whole:
-        command.make_context(command.name, words)
+    return command, words
+
+
+def not_ours(shown: Shown) -> frozenset[str]:
+    """The flags of a command of kvpolicy that it does not have itself."""
+    command, _ = _command_of(shown)
+    ours = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    return shown.flags - ours
 
 
 HERE = [words for _, words in OURS if any("cpu-llama" in word for word in words.words)]
@@ -199,12 +211,21 @@ def test_targets_scripts_and_extras_that_are_shown_exist(page: str, shown: Shown
         extras = {name for word in rest for name in re.findall(r"kvpolicy\[(\w+)\]", word)}
         assert extras <= set(metadata("kvpolicy").get_all("Provides-Extra") or ())
     elif rest[0].endswith(".py"):
-        folder = (ROOT / rest[0]).parent
-        assert (ROOT / rest[0]).is_file()
-        sources = "".join(path.read_text() for path in folder.rglob("*.py"))
+        sources = "".join(_with_its_modules(ROOT / rest[0]))
         assert [
             flag for flag in shown.flags if f'"{flag}"' not in sources and f'"--no-{flag[2:]}"' not in sources
         ] == []
+
+
+def _with_its_modules(script: Path) -> list[str]:
+    """The texts of a script and of what it imports from its folder."""
+    texts, named = {script: script.read_text()}, [script]
+    while named:
+        imported = set(re.findall(r"^(?:from|import) (?:benchmarks\.)?(\w+)", texts[named.pop()], re.MULTILINE))
+        found = [path for name in imported if (path := script.with_name(f"{name}.py")).is_file() and path not in texts]
+        texts |= {path: path.read_text() for path in found}
+        named += found
+    return [*texts.values()]
 
 
 def test_the_policy_decides_as_it_says() -> None:

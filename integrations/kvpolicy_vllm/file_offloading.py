@@ -1,4 +1,4 @@
-"""kvpolicy's tier of files below the host memory of vLLM's own OffloadingConnector, from vLLM 0.32 on, by an entry of
+"""kvpolicy's tier of files below the host memory of vLLM's own OffloadingConnector, from vLLM 0.31 on, by an entry of
 that connector's setting ``secondary_tiers``:
 
     {"type": "kvpolicy-files", "directory": "/nvme/kv", "max_gib": 500}

@@ -1,4 +1,4 @@
-"""kvpolicy's caching policy for vLLM's own OffloadingConnector, from vLLM 0.32 on, by one of that connector's settings,
+"""kvpolicy's caching policy for vLLM's own OffloadingConnector, from vLLM 0.31 on, by one of that connector's settings,
 or by two where vLLM does not load kvpolicy's plugin, as where ``VLLM_PLUGINS`` names others:
 
     "eviction_policy": "kvpolicy-cost"

@@ -15,6 +15,7 @@ from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.given_transfer import put_first
 from kvpolicy_vllm.plugin.settings import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
+from tests.test_documents import OURS, not_ours
 
 pytestmark = pytest.mark.scheduler
 
@@ -41,6 +42,17 @@ for flags in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
+FLAGS = """
+import json
+from vllm import __version_tuple__
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+flags = ["--config", *(flag for action in parser._actions for flag in action.option_strings)]
+print(json.dumps([__version_tuple__[:2], flags]))
+"""
+
 READ_LIST = """
 import json, sys
 from types import SimpleNamespace
@@ -59,7 +71,7 @@ def parsed(*each: list[str]) -> list[dict[str, Any]]:
     return values
 
 
-def printed(code: str, argument: Any) -> Any:
+def printed(code: str, argument: Any = None) -> Any:
     done = subprocess.run([sys.executable, "-c", code, json.dumps(argument)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -108,3 +120,11 @@ def test_vllm_reads_the_list_with_a_connector_that_is_given(engine_id: dict[str,
     names, ids = zip(*printed(READ_LIST, put_first({"policy": "always-swap"}, given)), strict=True)
     assert names == (CONNECTOR, "DecodeBenchConnector")
     assert len(set(ids)) == 1 and ids[0] == engine_id.get("engine_id", ids[0])
+
+
+def test_the_flags_that_documents_show_beside_ours_are_vllms() -> None:
+    version, theirs = printed(FLAGS)
+    if tuple(version) < (0, 32):
+        pytest.skip("documents show flags of vLLM 0.32")
+    others = [(page, " ".join(one.words), not_ours(one) - set(theirs)) for page, one in OURS]
+    assert len(theirs) > 100 and [one for one in others if one[2]] == []

@@ -1,6 +1,6 @@
 """What the requests of a server say of themselves: read once each, clamped by the operator's settings, and counted.
 
-Orders of service and traces ask for it; where neither is in use nothing is read.
+Orders of service, traces and the cache of prompts ask for it; where none is in use nothing is read.
 """
 
 from __future__ import annotations
