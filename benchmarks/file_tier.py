@@ -6,13 +6,13 @@ In DIR, on the medium to be measured: blocks in a tier, and as many bytes in one
 the other, in random order within each pair: all blocks by the tier, in one call, verified; the large file by one call
 of the system into memory that is aligned. Both direct (O_DIRECT), so that nothing comes from the page cache; where the
 file system has no such reads, nothing is measured. Ratios are of times, paired; 1 is as fast as the large read. Every
-block is compared with what was stored, outside the times. DIR is left as it was.
+block is compared with what was stored, outside the times. DIR is left as it was. With ``--json`` a row is added to
+those that FILE has.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from row_file import RowFile
+
 from kvpolicy.tiers import FileTier
 from kvpolicy.tiers.block_format import aligned_memory
 
@@ -130,11 +132,14 @@ def main() -> None:
     blocks = options.mib * 1024 // options.block_kib
     if blocks < 1:
         parser.error(f"--mib {options.mib} holds no block of {options.block_kib} KiB")
+    try:
+        kept = RowFile.read(options.json, {"bar": BAR})
+    except ValueError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         result = measure(Path(folder), options.block_kib * 1024, blocks, options.pairs, options.threads, options.seed)
     print(summary(result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result))
+    kept.add(result)
 
 
 if __name__ == "__main__":

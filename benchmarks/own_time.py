@@ -15,13 +15,12 @@ Per length of the prefix: the plugin's time over that of the engine's steps, a m
 plugin's background threads are not in it, which write and read files. `--clock cpu` takes the time of the engine's
 one thread on the processor in place of the wall's, for a machine on which other work runs.
 
-Ends with status 1 where a mean is over the bar, 1% of the step.
+With ``--json`` rows are added to those that FILE has. Ends with status 1 where a mean is over the bar, 1% of the step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from row_file import RowFile
 
 from kvpolicy.stats import student_interval
 from kvpolicy_vllm.bench.engine_process import EngineProcess
@@ -46,13 +46,22 @@ MAX_SHOWN = 12
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
+    settings = {"bar": BAR, "clock": options.clock, "concurrency": options.concurrency, "blocks": options.blocks}
+    try:
+        kept = RowFile.read(options.json, settings)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     with tempfile.TemporaryDirectory() as scratch:
         made, on_cpu = made_llm(Path(scratch)) if options.llm is None else (options.llm, True)
         runs = measure(str(made), on_cpu, options, Path(scratch) / "files")
     rows = [row_of(tokens, runs[tokens]) for tokens in options.prefix_tokens]
     show(rows)
-    if options.json:
-        options.json.write_text(json.dumps({"bar": BAR, "rows": rows}, indent=2) + "\n")
+    of_all = {
+        "model": "" if options.llm is None else options.llm.name, "policy": options.policy,
+        "files_gib": options.files_gib, "hints": options.hints, "texts": options.texts,
+    }  # fmt: skip
+    for row in rows:
+        kept.add(of_all | row)
     return 1 if any(row["share"] > BAR for row in rows) else 0
 
 

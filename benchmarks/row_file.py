@@ -1,5 +1,5 @@
 """Rows of a study in a JSON file, one a line, which is written anew with every row: those that it has are not made
-again. For ``caching_policies.py`` and ``caching_study.py``."""
+again by studies. For ``caching_policies.py``, ``caching_study.py``, ``file_tier.py`` and ``own_time.py``."""
 
 from __future__ import annotations
 

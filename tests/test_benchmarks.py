@@ -902,7 +902,8 @@ def test_the_tier_of_files_is_timed_beside_one_large_read(tmp_path: Path) -> Non
         return
     assert done.returncode == 0, done.stderr
     assert "16 blocks of 64 KiB, 1 MiB, 4 threads, 2 pairs" in done.stdout and "median ratio" in done.stdout
-    pairs = json.loads(out.read_text())["seconds"]
+    (row,) = json.loads(out.read_text())["rows"]
+    pairs = row["seconds"]
     assert len(pairs) == 2 and all(pair["tier"] > 0 and pair["large"] > 0 for pair in pairs)
     none = run("file_tier.py", "--directory", str(folder), "--block-kib", "2048", "--mib", "1")
     assert none.returncode == 2 and "--mib 1 holds no block of 2048 KiB" in none.stderr
