@@ -122,10 +122,10 @@ class Holders:
 
 class Holds:
     """Blocks held back from eviction, each until a time and for a client: ``most`` in all, ``of_class`` for the clients
-    of a class together, and ``of_client`` for each of these."""
+    of a class together, and ``of_client`` for each of these. ``policy``: is told which ones."""
 
-    def __init__(self, most: int, of_class: int, of_client: int, counts: HintCounts) -> None:
-        self._most, self._counts = most, counts
+    def __init__(self, most: int, of_class: int, of_client: int, counts: HintCounts, policy: CachingPolicy) -> None:
+        self._most, self._counts, self._policy = most, counts, policy
         self._of: dict[Key, Hold] = {}
         self.classes = Holders(of_class, self._end_of)
         self.clients = Holders(of_client, self._end_of) if of_client < of_class else None
@@ -188,6 +188,7 @@ class Holds:
     ) -> None:
         self._number += 1
         self._of[key] = Hold(until_s, client, session, self._number, is_pin)
+        self._policy.hold_began(key)
         entry = until_s, -position, self._number, key
         self.classes.add(client.class_name, entry)
         if self.clients is not None:
@@ -210,6 +211,7 @@ class Holds:
         found = self._of.pop(key, None)
         if found is None:
             return
+        self._policy.hold_ended(key)
         self.classes.remove(found.client.class_name)
         if self.clients is not None:
             self.clients.remove(found.client)
@@ -220,6 +222,11 @@ class Holds:
             while (first := self.classes.first(name)) is not None and first[0] <= now_s:
                 self.drop(first[3])
 
+    def clear(self) -> None:
+        """Drop all holds."""
+        for key in [*self._of]:
+            self.drop(key)
+
 
 class Hinted(CachingPolicy):
     """Evicts by another policy, save for what hints say.
@@ -227,9 +234,9 @@ class Hinted(CachingPolicy):
     Its owner calls :meth:`hinted` after ``asked`` and before ``evict`` and ``stored``, and once more for the whole
     window when a request has ended; :meth:`wanted` says how much is worth storing. A block that is held back is not
     evicted before its time is over, so that :meth:`evict` may give up fewer blocks than it is asked for where the
-    ``protected`` ones are many besides. The other policy knows of no hint, and may rather keep what is there than take
-    a newcomer that is :meth:`held` back: the owner has room made for that by :meth:`evict`, and for the others by
-    :meth:`make_room`. Memory is bounded by the capacity.
+    ``protected`` ones are many besides. The other policy is told what is held, and of no other hint, and may rather
+    keep what is there than take a newcomer that is :meth:`held` back: the owner has room made for that by
+    :meth:`evict`, and for the others by :meth:`make_room`. Memory is bounded by the capacity.
 
     A block that several asked to keep is held until the last of their times is over, whichever of them ends before:
     who asked is not remembered beyond the first session.
@@ -266,7 +273,7 @@ class Hinted(CachingPolicy):
         of_client = limits.class_share if limits.client_share is None else limits.client_share
         shares = limits.share, limits.class_share, of_client
         most, of_class, of_client = (int(share * self.capacity) for share in shares)
-        return Holds(most, of_class, of_client, self.counts)
+        return Holds(most, of_class, of_client, self.counts, self.inner)
 
     def __contains__(self, key: Key) -> bool:
         return key in self.inner
@@ -317,7 +324,7 @@ class Hinted(CachingPolicy):
     def forget_hints(self) -> None:
         """Nobody will ask for a block again that hints have named so far, as after a change of weights: none is held
         back any more, and no session is known. The inner policy goes on."""
-        self._holds = self._no_holds()
+        self._holds.clear()
         self._unwanted.clear()
         self._sessions.clear()
         self._session_blocks = 0

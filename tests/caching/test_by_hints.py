@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from heapq import heappop
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
+from kvpolicy.caching import KINDS, Arc, CachingPolicy, Hinted, Lfu, Lru, S3Fifo, queue
 from kvpolicy.caching.by_hints import REMEMBERED, STALE
 from kvpolicy.request_marks import ALL_TOKENS, ANYBODY, NO_HINTS, Client, HintLimits, Hints
 from tests.caching.reluctant import Reluctant
@@ -390,6 +392,7 @@ def check_bounds(policy: Hinted, there: set[str]) -> None:
             assert 0 < held.blocks <= each and len(held.heap) <= STALE * 16 + 1
             first = holders.first(holder)
             assert held.blocks == len(ends[holder]) and first is not None and first[0] == min(ends[holder])
+    assert getattr(policy.inner, "_held", set(holds._of)) == set(holds._of)
     assert set(policy._first) <= there and not {*policy._first, *policy._unwanted} & set(holds._of)
     assert len(policy._unwanted) <= policy.capacity and set(policy._parent) == there
     assert policy._session_blocks == sum(map(len, policy._sessions.values())) <= REMEMBERED * policy.capacity
@@ -419,6 +422,56 @@ def test_a_hold_ends_early_only_for_room_or_by_the_session_that_alone_asked_for_
                 asked_by.setdefault(key, set()).add("a pin" if position < pinned else session or "no session")
         if is_lost:
             policy.lost(chain[0])
+
+
+QUEUED = Lru, Lfu, Arc, S3Fifo
+"""Policies that set aside what is held."""
+
+
+@pytest.mark.parametrize("kind", QUEUED)
+@settings(max_examples=100, deadline=None)
+@given(steps=STEPS)
+def test_what_was_held_goes_when_it_would_have_gone_without_being_set_aside(
+    kind: type[CachingPolicy], steps: list[tuple[str, Hints, Client, float, bool]]
+) -> None:
+    clock = Clock()
+    told_nothing = {name: getattr(CachingPolicy, name) for name in ("hold_began", "hold_ended")}
+    deaf: Callable[[int], CachingPolicy] = type("Deaf", (kind,), told_nothing)
+    policies = [Hinted(make(8), clock, BLOCK, LIMITS) for make in (kind, deaf)]
+    for path, hints, client, pause_s, is_lost in steps:
+        clock.now_s += pause_s
+        chain = [path[:length] for length in range(1, len(path) + 1)]
+        evicted = [serve(policy, chain, hints, client) for policy in policies]
+        assert evicted[0] == evicted[1]
+        if is_lost:
+            for policy in policies:
+                policy.lost(chain[0])
+    clock.now_s += LIMITS.keep_s
+    assert policies[0].evict(8, ()) == policies[1].evict(8, ())
+
+
+@pytest.mark.parametrize("kind", QUEUED)
+def test_what_is_held_is_not_passed_over_at_every_eviction(
+    kind: Callable[[int], CachingPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the blocks are held, and are those that would go next."""
+    looked_at: list[Any] = []
+
+    def counted(heap: list[Any]) -> Any:
+        looked_at.append(heap[0])
+        return heappop(heap)
+
+    monkeypatch.setattr(queue, "heappop", counted)
+    for held in (32, 512):
+        policy = Hinted(kind(2 * held), Clock(), BLOCK, HintLimits(600.0, 0.5, 0.5))
+        serve(policy, [f"held {number}" for number in range(held)], Hints(keep_s=600.0))
+        serve(policy, [f"other {number}" for number in range(held)])
+        assert policy.held_blocks == held and len(policy.evict(1, ())) == 1
+        looked_at.clear()
+        for number in range(20):
+            assert len(policy.evict(1, ())) == 1
+            policy.stored([f"new {number}"], [0])
+        assert 0 < len(looked_at) <= 40
 
 
 @settings(max_examples=60, deadline=None)
