@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Container, Sequence
 
-from kvpolicy.caching.base import CachingPolicy, Chain, Key
+from kvpolicy.caching.base import Chain, Key
+from kvpolicy.caching.queue import ByQueues
 
 Keys = OrderedDict[Key, None]
-STALE = 4
-"""Entries of queues, by block of the capacity, at which those of blocks that were lost are removed."""
 
 
-class Arc(CachingPolicy):
+class Arc(ByQueues):
     """Adaptive replacement cache (Megiddo and Modha, FAST 2003).
 
     Two lists by last use, of blocks used once and of those used again. Blocks that are asked for soon after they were
@@ -22,9 +21,8 @@ class Arc(CachingPolicy):
     name = "arc"
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._once: Keys = OrderedDict()
-        self._again: Keys = OrderedDict()
+        super().__init__(capacity, queues=2)
+        self._once, self._again = self._queues
         self._gone_once: Keys = OrderedDict()
         self._gone_again: Keys = OrderedDict()
         self._share = 0.0
@@ -33,15 +31,11 @@ class Arc(CachingPolicy):
     def __contains__(self, key: Key) -> bool:
         return key in self._once or key in self._again
 
-    def __len__(self) -> int:
-        return len(self._once) + len(self._again)
-
     def asked(self, chain: Chain, hits: int) -> None:
         for key in reversed(chain):  # of one prompt the last block is given up first
             if key in self:
-                self._once.pop(key, None)
-                self._again[key] = None
-                self._again.move_to_end(key)
+                self._once.remove(key)
+                self._again.put(key)
             elif key in self._gone_once:
                 step = max(1.0, len(self._gone_again) / len(self._gone_once))
                 self._share = min(float(self.capacity), self._share + step)
@@ -55,32 +49,22 @@ class Arc(CachingPolicy):
             known = key in self._gone_once or key in self._gone_again
             self._gone_once.pop(key, None)
             self._gone_again.pop(key, None)
-            (self._again if known else self._once)[key] = None
+            (self._again if known else self._once).put(key)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
         evicted: list[Key] = []
-        passed_over: tuple[Keys, Keys] = (OrderedDict(), OrderedDict())
-        lists = (self._once, self._again)
         while len(evicted) < count:
-            for held, aside in zip(lists, passed_over, strict=True):
-                while held and next(iter(held)) in protected:
-                    aside[held.popitem(last=False)[0]] = None
-            if not (self._once or self._again):
+            once, again = self._once.first(protected), self._again.first(protected)
+            from_once = again is None or (once is not None and len(self._once) > self._share)
+            key = once if from_once else again
+            if key is None:
                 break
-            from_once = not self._again or (bool(self._once) and len(self._once) + len(passed_over[0]) > self._share)
-            key, _ = (self._once if from_once else self._again).popitem(last=False)
             (self._gone_once if from_once else self._gone_again)[key] = None
+            self.lost(key)
             evicted.append(key)
-        for held, aside in zip(lists, passed_over, strict=True):
-            for key in reversed(aside):
-                held[key] = None
-                held.move_to_end(key, last=False)
+        self._take_back()
         self._trim()
         return evicted
-
-    def lost(self, key: Key) -> None:
-        self._once.pop(key, None)
-        self._again.pop(key, None)
 
     def _trim(self) -> None:
         """Remember as many blocks that are gone as the paper does."""
@@ -90,7 +74,7 @@ class Arc(CachingPolicy):
             self._gone_again.popitem(last=False)
 
 
-class S3Fifo(CachingPolicy):
+class S3Fifo(ByQueues):
     """S3-FIFO (Yang, Zhang, Qiu, Yue and Vigfusson, SOSP 2023).
 
     A small queue takes what is new, a tenth of the capacity. Its oldest block moves to the main queue where it was used
@@ -102,18 +86,13 @@ class S3Fifo(CachingPolicy):
     MAX_USES = 3
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._small: deque[Key] = deque()
-        self._main: deque[Key] = deque()
+        super().__init__(capacity, queues=2)
+        self._small, self._main = self._queues
         self._uses: dict[Key, int] = {}
-        self._in_main: set[Key] = set()
         self._gone: Keys = OrderedDict()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._uses
-
-    def __len__(self) -> int:
-        return len(self._uses)
 
     def asked(self, chain: Chain, hits: int) -> None:
         for key in chain:
@@ -126,37 +105,24 @@ class S3Fifo(CachingPolicy):
             self._uses[key] = 0
             if key in self._gone:
                 del self._gone[key]
-                self._in_main.add(key)
-                self._main.append(key)
+                self._main.put(key)
             else:
-                self._small.append(key)
-        if len(self._small) + len(self._main) > STALE * max(self.capacity, 16):
-            self._small = self._in_order(self._small, main=False)
-            self._main = self._in_order(self._main, main=True)
-
-    def _in_order(self, queue: deque[Key], main: bool) -> deque[Key]:
-        """The blocks of a queue that are in it, each where it was put last."""
-        there = dict.fromkeys(key for key in reversed(queue) if key in self._uses and (key in self._in_main) == main)
-        return deque(reversed(there))
+                self._small.put(key)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
         evicted: list[Key] = []
-        passed_over: tuple[list[Key], list[Key]] = ([], [])
-        while len(evicted) < count and (self._small or self._main):
-            small = len(self) - len(self._in_main)
-            from_small = bool(self._small) and (small > self.capacity // 10 or not self._main)
-            key = (self._small if from_small else self._main).popleft()
-            if key not in self._uses or (key in self._in_main) == from_small:
-                continue  # lost since
-            if key in protected:
-                passed_over[not from_small].append(key)
-            elif not self._goes_round(key, from_small):
+        while len(evicted) < count:
+            small, main = self._small.first(protected), self._main.first(protected)
+            from_small = main is None or (small is not None and len(self._small) > self.capacity // 10)
+            key = small if from_small else main
+            if key is None:
+                break
+            if not self._goes_round(key, from_small):
                 if from_small:
                     self._gone[key] = None
                 self.lost(key)
                 evicted.append(key)
-        self._small.extendleft(reversed(passed_over[0]))
-        self._main.extendleft(reversed(passed_over[1]))
+        self._take_back()
         while len(self._gone) > self.capacity:
             self._gone.popitem(last=False)
         return evicted
@@ -167,10 +133,10 @@ class S3Fifo(CachingPolicy):
         if uses <= from_small:
             return False
         self._uses[key] = 0 if from_small else uses - 1
-        self._in_main.add(key)
-        self._main.append(key)
+        self._small.remove(key)
+        self._main.put(key)
         return True
 
     def lost(self, key: Key) -> None:
+        super().lost(key)
         self._uses.pop(key, None)
-        self._in_main.discard(key)

@@ -70,6 +70,13 @@ class CachingPolicy(ABC):
         """
         return self.evict(count, protected)
 
+    def hold_began(self, key: Key) -> None:  # noqa: B027  # what is held is among the protected ones besides
+        """Every eviction will have this block, there or not, among its ``protected`` ones, until :meth:`hold_ended`. So
+        a policy may set it aside, instead of passing over it at each of them."""
+
+    def hold_ended(self, key: Key) -> None:  # noqa: B027
+        """This block, there or not, may be given up again, in its turn."""
+
     @abstractmethod
     def lost(self, key: Key) -> None:
         """A block that was there is gone, whatever the policy would have chosen."""

@@ -18,6 +18,8 @@ STALE = 4
 """Entries of a heap per entry in use at which outdated ones are removed."""
 REMEMBERED = 4
 """Blocks of sessions' windows that are remembered, by block of the capacity."""
+Session = tuple[Client, str]
+"""A client and the name that it gave: nobody ends or replaces a session of another client."""
 Time = tuple[float, int, int, Key]
 """When a hold ends, minus the block's position, a number that is never the same twice, and the block. Of one window the
 last block goes first."""
@@ -48,10 +50,13 @@ class Hold:
     until_s: float
     """Never falls. Its entries in heaps may have an earlier time, see :class:`Held`."""
     client: Client
+    session: Session | None
+    """What may end it early: the session that alone asked for it. None: nothing, as others asked for it too, or one
+    without a session, or a pin, which outlasts the sessions that use it."""
     number: int
     """Of its entries in the heaps of its client and of its class."""
     is_pin: bool
-    """Whether it is of a shared prefix, which outlasts the sessions that use it."""
+    """Whether it is of a shared prefix."""
 
 
 @dataclass(slots=True)
@@ -117,10 +122,10 @@ class Holders:
 
 class Holds:
     """Blocks held back from eviction, each until a time and for a client: ``most`` in all, ``of_class`` for the clients
-    of a class together, and ``of_client`` for each of these."""
+    of a class together, and ``of_client`` for each of these. ``policy``: is told which ones."""
 
-    def __init__(self, most: int, of_class: int, of_client: int, counts: HintCounts) -> None:
-        self._most, self._counts = most, counts
+    def __init__(self, most: int, of_class: int, of_client: int, counts: HintCounts, policy: CachingPolicy) -> None:
+        self._most, self._counts, self._policy = most, counts, policy
         self._of: dict[Key, Hold] = {}
         self.classes = Holders(of_class, self._end_of)
         self.clients = Holders(of_client, self._end_of) if of_client < of_class else None
@@ -137,9 +142,9 @@ class Holds:
         hold = self._of.get(key)
         return hold is not None and hold.is_pin
 
-    def add(self, keys: Sequence[Key], until_s: float, client: Client, pins: int) -> None:
-        """Hold these blocks, the leading ones of a window, until then, the first ``pins`` of them as pins. A hold is
-        only ever extended.
+    def add(self, keys: Sequence[Key], until_s: float, client: Client, session: Session | None, pins: int) -> None:
+        """Hold these blocks, the leading ones of a window of this session, until then, the first ``pins`` of them as
+        pins. A hold is only ever extended, and that of several lasts until the last of their times.
 
         Where the client has no room left, its holds that end first are dropped, and where its class has none, or all
         together, those of the class; never those of the same window. What exceeds the room even so is not held.
@@ -147,12 +152,18 @@ class Holds:
         own: frozenset[Key] | None = None
         for position, key in enumerate(keys):
             hold, is_pin = self._of.get(key), position < pins
+            asker = None if is_pin else session
+            if hold is not None and hold.session is not None and hold.session is not asker:
+                if hold.session == asker:
+                    session = hold.session  # the same object from here on: no further block compares it
+                else:
+                    hold.session = None
             if hold is None:
                 own = own or frozenset(keys)
                 if not self._has_room(client, until_s, own):
                     self._counts.refused += len(keys) - position
                     return
-                self._add(key, position, until_s, client, is_pin)
+                self._add(key, position, until_s, client, asker, is_pin)
             elif hold.until_s >= until_s and hold.is_pin >= is_pin:
                 continue
             else:  # it still counts for the client that held it before: the place is taken already
@@ -172,9 +183,12 @@ class Holds:
         self._counts.displaced += 1
         return True
 
-    def _add(self, key: Key, position: int, until_s: float, client: Client, is_pin: bool) -> None:
+    def _add(
+        self, key: Key, position: int, until_s: float, client: Client, session: Session | None, is_pin: bool
+    ) -> None:
         self._number += 1
-        self._of[key] = Hold(until_s, client, self._number, is_pin)
+        self._of[key] = Hold(until_s, client, session, self._number, is_pin)
+        self._policy.hold_began(key)
         entry = until_s, -position, self._number, key
         self.classes.add(client.class_name, entry)
         if self.clients is not None:
@@ -184,11 +198,20 @@ class Holds:
         hold = self._of.get(entry[3])
         return None if hold is None or hold.number != entry[2] else hold.until_s
 
+    def end(self, key: Key, session: Session | None) -> bool:
+        """Hold a block no longer where this session alone asked for it. False where it is held all the same."""
+        hold = self._of.get(key)
+        if hold is not None and (hold.session is None or hold.session != session):
+            return False
+        self.drop(key)
+        return True
+
     def drop(self, key: Key) -> None:
         """Hold a block no longer."""
         found = self._of.pop(key, None)
         if found is None:
             return
+        self._policy.hold_ended(key)
         self.classes.remove(found.client.class_name)
         if self.clients is not None:
             self.clients.remove(found.client)
@@ -199,6 +222,11 @@ class Holds:
             while (first := self.classes.first(name)) is not None and first[0] <= now_s:
                 self.drop(first[3])
 
+    def clear(self) -> None:
+        """Drop all holds."""
+        for key in [*self._of]:
+            self.drop(key)
+
 
 class Hinted(CachingPolicy):
     """Evicts by another policy, save for what hints say.
@@ -206,9 +234,12 @@ class Hinted(CachingPolicy):
     Its owner calls :meth:`hinted` after ``asked`` and before ``evict`` and ``stored``, and once more for the whole
     window when a request has ended; :meth:`wanted` says how much is worth storing. A block that is held back is not
     evicted before its time is over, so that :meth:`evict` may give up fewer blocks than it is asked for where the
-    ``protected`` ones are many besides. The other policy knows of no hint, and may rather keep what is there than take
-    a newcomer that is :meth:`held` back: the owner has room made for that by :meth:`evict`, and for the others by
-    :meth:`make_room`. Memory is bounded by the capacity.
+    ``protected`` ones are many besides. The other policy is told what is held, and of no other hint, and may rather
+    keep what is there than take a newcomer that is :meth:`held` back: the owner has room made for that by
+    :meth:`evict`, and for the others by :meth:`make_room`. Memory is bounded by the capacity.
+
+    A block that several asked to keep is held until the last of their times is over, whichever of them ends before:
+    who asked is not remembered beyond the first session.
 
     ``clock``: seconds, never falling. ``block_tokens``: tokens of a block, by which pins are rounded down.
     """
@@ -224,6 +255,7 @@ class Hinted(CachingPolicy):
         self.limits = limits
         self._clock, self._block_tokens = clock, block_tokens
         self._holds = self._no_holds()
+        """None of its blocks is in ``_first`` or ``_unwanted``."""
         self._first: OrderedDict[Key, None] = OrderedDict()
         """Blocks there to be evicted first, in this order."""
         self._unwanted: OrderedDict[Key, None] = OrderedDict()
@@ -232,8 +264,8 @@ class Hinted(CachingPolicy):
         """The block before each one that is there."""
         self._children: dict[Key, int] = {}
         """Number of blocks there that continue a block."""
-        self._sessions: OrderedDict[tuple[Client, str], Chain] = OrderedDict()
-        """Each session's latest window, by client and name: nobody ends or replaces a session of another client."""
+        self._sessions: OrderedDict[Session, Chain] = OrderedDict()
+        """Each session's latest window."""
         self._session_blocks = 0
 
     def _no_holds(self) -> Holds:
@@ -241,7 +273,7 @@ class Hinted(CachingPolicy):
         of_client = limits.class_share if limits.client_share is None else limits.client_share
         shares = limits.share, limits.class_share, of_client
         most, of_class, of_client = (int(share * self.capacity) for share in shares)
-        return Holds(most, of_class, of_client, self.counts)
+        return Holds(most, of_class, of_client, self.counts, self.inner)
 
     def __contains__(self, key: Key) -> bool:
         return key in self.inner
@@ -278,28 +310,29 @@ class Hinted(CachingPolicy):
         now_s = self._clock()
         self._holds.expire(now_s)
         pinned = min(self._pinned(hints), len(chain))
-        if hints.session is not None:
-            self._follow((client, hints.session), chain, hints.ended)
+        session = None if hints.session is None else (client, hints.session)
+        if session is not None:
+            self._follow(session, chain, hints.ended)
         if hints.once:
-            self._release([key for key in chain[pinned:] if key not in self])
+            self._release([key for key in chain[pinned:] if key not in self], None)
         elif hints.ended:
-            self._release(self._private(chain, pinned))
+            self._release(self._private(chain, pinned), session)
         until_s = now_s + (self.limits.keep_s if hints.keep_s is None else min(hints.keep_s, self.limits.keep_s))
         only_pins = hints.once or hints.ended or hints.keep_s is None
-        self._hold(chain[:pinned] if only_pins else chain, until_s, client, pinned)
+        self._hold(chain[:pinned] if only_pins else chain, until_s, client, session, pinned)
 
     def forget_hints(self) -> None:
         """Nobody will ask for a block again that hints have named so far, as after a change of weights: none is held
         back any more, and no session is known. The inner policy goes on."""
-        self._holds = self._no_holds()
+        self._holds.clear()
         self._unwanted.clear()
         self._sessions.clear()
         self._session_blocks = 0
 
-    def _hold(self, keys: Sequence[Key], until_s: float, client: Client, pins: int) -> None:
+    def _hold(self, keys: Sequence[Key], until_s: float, client: Client, session: Session | None, pins: int) -> None:
         self._want(keys)
         if keys and until_s > self._clock():
-            self._holds.add(keys, until_s, client, pins)
+            self._holds.add(keys, until_s, client, session, pins)
 
     def _want(self, keys: Sequence[Key]) -> None:
         """Evict these blocks first no longer."""
@@ -308,12 +341,12 @@ class Hinted(CachingPolicy):
                 for key in keys:
                     marked.pop(key, None)
 
-    def _release(self, keys: Sequence[Key]) -> None:
-        """Evict these blocks of a window first, its last one before all others. Pinned ones stay."""
+    def _release(self, keys: Sequence[Key], session: Session | None) -> None:
+        """Evict these blocks of a window first, its last one before all others, down to one that is pinned or that not
+        this session alone asked to keep: that one is of no use without those before it."""
         for key in reversed(keys):
-            if self._holds.is_pinned(key):
-                continue
-            self._holds.drop(key)
+            if not self._holds.end(key, session):
+                break
             marked = self._first if key in self else self._unwanted
             if key not in marked:
                 marked[key] = None
@@ -331,13 +364,13 @@ class Hinted(CachingPolicy):
             at -= 1
         return list(chain[at:])
 
-    def _follow(self, session: tuple[Client, str], chain: Chain, ended: bool) -> None:
+    def _follow(self, session: Session, chain: Chain, ended: bool) -> None:
         """Remember the session's window. Release what the window before has beyond it, or all of it at the end."""
         before = self._sessions.pop(session, ())
         self._session_blocks -= len(before)
         now = frozenset(() if ended else chain)
         if not now.issuperset(before):
-            self._release([key for key in self._private(before, 0) if key not in now and key in self])
+            self._release([key for key in self._private(before, 0) if key not in now and key in self], session)
         if ended or not chain:
             return
         self._sessions[session] = tuple(chain)

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container, Sequence
-from heapq import heapify, heappop, heappush
 
-from kvpolicy.caching.base import CachingPolicy, Chain, Key
+from kvpolicy.caching.base import Chain, Key
+from kvpolicy.caching.queue import ByQueues, Rank
 
-Use = tuple[int, ...]
+Use = Rank
 """Blocks with the least one are given up first."""
-STALE = 4
-"""Entries of the heap per block at which outdated ones are removed."""
 
 
-class ByLastUse(CachingPolicy):
+class ByLastUse(ByQueues):
     """Gives up the block with the least :meth:`use`, as of the last prompt that it was in; among equals the one that
     was stored or asked for first, whatever the keys are."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
+        super().__init__(capacity, queues=1)
         self._prompts = 0
-        self._count = 0
-        self._use: dict[Key, tuple[Use, int]] = {}
-        """Of each block there its use, and the number of the heap's entry for that."""
-        self._heap: list[tuple[Use, int, Key]] = []
+        (self._blocks,) = self._queues
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._use
-
-    def __len__(self) -> int:
-        return len(self._use)
+        return key in self._blocks
 
     @abstractmethod
     def use(self, before: Use | None, prompt: int, position: int) -> Use:
@@ -40,40 +32,21 @@ class ByLastUse(CachingPolicy):
     def asked(self, chain: Chain, hits: int) -> None:
         self._prompts += 1
         for position, key in enumerate(chain):
-            if key in self._use:
-                self._used(key, self.use(self._use[key][0], self._prompts, position))
+            before = self._blocks.rank(key)
+            if before is not None:
+                self._blocks.put(key, self.use(before, self._prompts, position))
 
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         for position in missing:
-            self._used(chain[position], self.use(None, self._prompts, position))
-
-    def _used(self, key: Key, use: Use) -> None:
-        self._count += 1
-        self._use[key] = use, self._count
-        if len(self._heap) > STALE * max(self.capacity, 16):
-            self._heap = [(use, number, key) for key, (use, number) in self._use.items()]
-            heapify(self._heap)
-        else:
-            heappush(self._heap, (use, self._count, key))
+            self._blocks.put(chain[position], self.use(None, self._prompts, position))
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
         evicted: list[Key] = []
-        passed_over = []
-        while len(evicted) < count and self._heap:
-            entry = use, number, key = heappop(self._heap)
-            if self._use.get(key) != (use, number):
-                continue
-            if key in protected:
-                passed_over.append(entry)
-            else:
-                del self._use[key]
-                evicted.append(key)
-        for entry in passed_over:
-            heappush(self._heap, entry)
+        while len(evicted) < count and (key := self._blocks.first(protected)) is not None:
+            self._blocks.remove(key)
+            evicted.append(key)
+        self._take_back()
         return evicted
-
-    def lost(self, key: Key) -> None:
-        self._use.pop(key, None)
 
 
 class Lru(ByLastUse):

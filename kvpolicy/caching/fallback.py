@@ -30,6 +30,7 @@ class Guarded(CachingPolicy):
         self.policy = policy
         self._failed = failed
         self._there: dict[Key, None] = {}
+        self._held: set[Key] = set()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._there
@@ -62,6 +63,14 @@ class Guarded(CachingPolicy):
             del self._there[key]
         return list(keys)
 
+    def hold_began(self, key: Key) -> None:
+        self._held.add(key)
+        self._call("hold_began", key)
+
+    def hold_ended(self, key: Key) -> None:
+        self._held.discard(key)
+        self._call("hold_ended", key)
+
     def lost(self, key: Key) -> None:
         if self._there.pop(key, self) is None:
             self._call("lost", key)
@@ -76,6 +85,8 @@ class Guarded(CachingPolicy):
         except Exception:  # noqa: BLE001
             self._failed(method)
             self.policy = Lru(self.capacity)
+            for key in self._held:
+                self.policy.hold_began(key)
             for key in self._there:
                 self.policy.stored([key], [0])
             return None

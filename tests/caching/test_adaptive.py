@@ -33,6 +33,15 @@ def test_s3fifo_forgets_blocks_that_are_lost_before_anything_is_evicted() -> Non
     for number in range(1000):
         policy.stored([number], [0])
         policy.lost(number)
-    assert len(policy._small) + len(policy._main) <= 65
+    assert sum(len(queue._heap) for queue in policy._queues) <= 65
     policy.stored(["a2"], [0])
     assert policy.evict(3, ()) == ["b", "a", "a2"]
+
+
+def test_s3fifo_gives_a_block_that_was_lost_and_returns_a_place_behind_the_others() -> None:
+    policy = S3Fifo(4)
+    policy.stored(["a"], [0])
+    policy.stored(["b"], [0])
+    policy.lost("a")
+    policy.stored(["a"], [0])
+    assert policy.evict(2, ()) == ["b", "a"]

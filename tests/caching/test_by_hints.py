@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from heapq import heappop
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
+from kvpolicy.caching import KINDS, Arc, CachingPolicy, Hinted, Lfu, Lru, S3Fifo, queue
 from kvpolicy.caching.by_hints import REMEMBERED, STALE
 from kvpolicy.request_marks import ALL_TOKENS, ANYBODY, NO_HINTS, Client, HintLimits, Hints
 from tests.caching.reluctant import Reluctant
@@ -150,6 +152,76 @@ def test_nobody_ends_or_replaces_a_session_of_another_salt() -> None:
     assert policy.held("abcdxy") == {*"abcxy"} and policy.evict(1, ()) == ["d"], "her own window takes its place"
     serve(policy, "q", Hints(session="s", ended=True), ANNE)
     assert policy.held("abcdxy") == {*"xy"}
+
+
+@pytest.mark.parametrize("client", [ANYBODY, Client("batch")])
+@pytest.mark.parametrize(
+    "said", [Hints(once=True), Hints(session="other", once=True), Hints(ended=True), Hints(session="other", ended=True)]
+)
+def test_what_is_kept_stays_though_a_request_with_its_beginning_is_the_last_one(said: Hints, client: Client) -> None:
+    """While it is on the device alone, too, where nothing of it is in the tier."""
+    policy, _ = hinted()
+    policy.asked("sab", 0)
+    policy.hinted("sab", Hints(keep_s=100.0))
+    serve(policy, "sq", said, client)
+    assert policy.held("sabq") == {*"sab"} and policy.counts.released == 1, "q alone"
+    policy.stored("sab", [0, 1, 2])
+    serve(policy, "xy")
+    assert policy.evict(8, ()) == ["y", "x"] and policy.hits("sab") == 3
+
+
+@pytest.mark.parametrize("order", ["xy", "yx"])
+def test_a_session_that_ends_leaves_what_another_one_asked_to_keep_too(order: str) -> None:
+    policy, clock = hinted(12, share=0.9, each=0.9)
+    windows = {"x": "sab", "y": "scd"}
+    for session in order:
+        policy.hinted(windows[session], Hints(keep_s=100.0 if session == "y" else 50.0, session=session))
+    policy.hinted("scd", Hints(session="y", ended=True))
+    assert policy.held("sabcd") == {*"sab"} and policy.counts.released == 2
+    clock.now_s = 99.0
+    assert policy.held("sabcd") == {"s"}, "until the last of the times"
+    clock.now_s = 100.0
+    assert policy.held_blocks == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_of_two_sessions_with_one_window_none_ends_what_the_other_keeps(is_there: bool) -> None:
+    policy, clock = hinted(8, share=0.9, each=0.9)
+    for session in "xy":
+        policy.hinted("abc", Hints(keep_s=100.0, session=session))
+    if is_there:
+        policy.stored("abc", [0, 1, 2])
+    for session in "yx":
+        policy.hinted("abc", Hints(session=session, ended=True))
+        assert policy.held("abc") == {*"abc"} and policy.evict(8, ()) == [] and policy.counts.released == 0
+    clock.now_s = 100.0
+    assert policy.held_blocks == 0
+
+
+def test_a_session_that_goes_on_ends_all_that_it_alone_asked_for() -> None:
+    policy, _ = hinted(12, share=0.9, each=0.9)
+    for window in ("ab", "abcd", "abcdef"):
+        policy.hinted(window, Hints(keep_s=100.0, session="x"), replace(ANNE))
+        policy.hinted(window, Hints(keep_s=100.0, session="x"), replace(ANNE))
+    policy.hinted("abcdef", Hints(session="x", ended=True), replace(ANNE))
+    assert policy.held_blocks == 0 and policy.counts.released == 6
+
+
+def test_a_request_that_is_not_repeated_does_not_end_what_its_own_session_keeps() -> None:
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    policy.hinted("ab", Hints(keep_s=100.0, session="x"))
+    policy.hinted("abc", Hints(once=True, session="x"))
+    assert policy.held("abc") == {*"ab"} and policy.counts.released == 1
+
+
+def test_a_block_goes_not_first_while_one_that_continues_it_is_kept_for_another_session() -> None:
+    """Though its own hold went with it when it was lost."""
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    serve(policy, "ab", Hints(keep_s=100.0, session="x"))
+    policy.lost("a")
+    policy.hinted("ab", Hints(keep_s=100.0, session="y"))
+    policy.hinted("ab", Hints(session="y", ended=True))
+    assert policy.held("ab") == {*"ab"} and policy.counts.released == 0
 
 
 def test_what_is_not_repeated_is_not_stored_and_what_was_goes_first() -> None:
@@ -320,9 +392,86 @@ def check_bounds(policy: Hinted, there: set[str]) -> None:
             assert 0 < held.blocks <= each and len(held.heap) <= STALE * 16 + 1
             first = holders.first(holder)
             assert held.blocks == len(ends[holder]) and first is not None and first[0] == min(ends[holder])
-    assert set(policy._first) <= there and not set(policy._first) & set(holds._of)
+    assert getattr(policy.inner, "_held", set(holds._of)) == set(holds._of)
+    assert set(policy._first) <= there and not {*policy._first, *policy._unwanted} & set(holds._of)
     assert len(policy._unwanted) <= policy.capacity and set(policy._parent) == there
     assert policy._session_blocks == sum(map(len, policy._sessions.values())) <= REMEMBERED * policy.capacity
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=STEPS)
+def test_a_hold_ends_early_only_for_room_or_by_the_session_that_alone_asked_for_it(
+    steps: list[tuple[str, Hints, Client, float, bool]],
+) -> None:
+    policy, clock = hinted(8, 0.6, 0.4)
+    asked_by: dict[str, set[object]] = {}
+    for path, hints, client, pause_s, is_lost in steps:
+        clock.now_s += pause_s
+        before = {str(key) for key in policy.held(asked_by)}
+        asked_by = {key: asked_by[key] for key in before}
+        displaced = policy.counts.displaced
+        chain = [path[:length] for length in range(1, len(path) + 1)]
+        session = None if hints.session is None else (client, hints.session)
+        serve(policy, chain, hints, client)
+        ended = before - policy.held(before)
+        assert sum(asked_by[key] != {session} for key in ended) <= policy.counts.displaced - displaced
+        pinned = min(hints.pin_tokens // BLOCK, len(chain))
+        kept = 0 if hints.keep_s is None or hints.once or hints.ended else len(chain)
+        for position, key in enumerate(chain[: max(pinned, kept)]):
+            if key in policy.held([key]):
+                asked_by.setdefault(key, set()).add("a pin" if position < pinned else session or "no session")
+        if is_lost:
+            policy.lost(chain[0])
+
+
+QUEUED = Lru, Lfu, Arc, S3Fifo
+"""Policies that set aside what is held."""
+
+
+@pytest.mark.parametrize("kind", QUEUED)
+@settings(max_examples=100, deadline=None)
+@given(steps=STEPS)
+def test_what_was_held_goes_when_it_would_have_gone_without_being_set_aside(
+    kind: type[CachingPolicy], steps: list[tuple[str, Hints, Client, float, bool]]
+) -> None:
+    clock = Clock()
+    told_nothing = {name: getattr(CachingPolicy, name) for name in ("hold_began", "hold_ended")}
+    deaf: Callable[[int], CachingPolicy] = type("Deaf", (kind,), told_nothing)
+    policies = [Hinted(make(8), clock, BLOCK, LIMITS) for make in (kind, deaf)]
+    for path, hints, client, pause_s, is_lost in steps:
+        clock.now_s += pause_s
+        chain = [path[:length] for length in range(1, len(path) + 1)]
+        evicted = [serve(policy, chain, hints, client) for policy in policies]
+        assert evicted[0] == evicted[1]
+        if is_lost:
+            for policy in policies:
+                policy.lost(chain[0])
+    clock.now_s += LIMITS.keep_s
+    assert policies[0].evict(8, ()) == policies[1].evict(8, ())
+
+
+@pytest.mark.parametrize("kind", QUEUED)
+def test_what_is_held_is_not_passed_over_at_every_eviction(
+    kind: Callable[[int], CachingPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the blocks are held, and are those that would go next."""
+    looked_at: list[Any] = []
+
+    def counted(heap: list[Any]) -> Any:
+        looked_at.append(heap[0])
+        return heappop(heap)
+
+    monkeypatch.setattr(queue, "heappop", counted)
+    for held in (32, 512):
+        policy = Hinted(kind(2 * held), Clock(), BLOCK, HintLimits(600.0, 0.5, 0.5))
+        serve(policy, [f"held {number}" for number in range(held)], Hints(keep_s=600.0))
+        serve(policy, [f"other {number}" for number in range(held)])
+        assert policy.held_blocks == held and len(policy.evict(1, ())) == 1
+        looked_at.clear()
+        for number in range(20):
+            assert len(policy.evict(1, ())) == 1
+            policy.stored([f"new {number}"], [0])
+        assert 0 < len(looked_at) <= 40
 
 
 @settings(max_examples=60, deadline=None)

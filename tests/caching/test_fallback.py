@@ -31,6 +31,14 @@ class Wrong(Lru):
         self._fail("evict")
         return super().evict(count, protected) if self.gives is None else [*self.gives]
 
+    def hold_began(self, key: Key) -> None:
+        self._fail("hold_began")
+        super().hold_began(key)
+
+    def hold_ended(self, key: Key) -> None:
+        self._fail("hold_ended")
+        super().hold_ended(key)
+
     def lost(self, key: Key) -> None:
         self._fail("lost")
         super().lost(key)
@@ -60,3 +68,17 @@ def test_what_may_not_be_given_up_is_not(gives: list[str]) -> None:
     serve(policy, "abc")
     gone = policy.evict(2, {"a"})
     assert failed == ["evict"] and sorted(gone) == ["b", "c"] and len(policy) == 1 and "a" in policy
+
+
+@pytest.mark.parametrize("raises", ["", "hold_began", "hold_ended", "evict"])
+def test_what_is_held_is_told_to_the_policy_and_to_the_one_in_its_place(raises: str) -> None:
+    failed: list[str] = []
+    policy = Guarded(Wrong(raises), failed.append)
+    serve(policy, "abc")
+    for key in "ab":
+        policy.hold_began(key)
+    policy.hold_ended("a")
+    assert {*policy.evict(3, {"b"})} == {*"ac"} and failed == ([raises] if raises else [])
+    assert isinstance(policy.policy, Lru) and policy.policy._held == {"b"}
+    policy.hold_ended("b")
+    assert policy.evict(1, ()) == ["b"]

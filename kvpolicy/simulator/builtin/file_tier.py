@@ -149,6 +149,12 @@ class Demoting(CachingPolicy):
             self._files.write(chain, position)
         return evicted
 
+    def hold_began(self, key: Key) -> None:
+        self._above.hold_began(key)
+
+    def hold_ended(self, key: Key) -> None:
+        self._above.hold_ended(key)
+
     def lost(self, key: Key) -> None:
         self._above.lost(key)
         self._place.pop(key, None)

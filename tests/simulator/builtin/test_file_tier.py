@@ -91,6 +91,15 @@ def test_a_request_waits_for_its_read_and_loads_it_then() -> None:
     assert last["first_token_s"] - 4.0 > read_s + 5e-3 + 16e-4
 
 
+def test_what_hints_hold_above_is_told_to_the_policy_there() -> None:
+    above = Lru(4)
+    policy = Demoting(above, tier())
+    policy.hold_began("b")
+    assert above._held == {"b"}
+    policy.hold_ended("b")
+    assert not above._held
+
+
 def test_a_window_that_is_to_be_kept_stays_in_files() -> None:
     files = FileTier(CACHE, BYTES, Hinted(Lru(4), lambda: files.now_s, 16, HintLimits(share=0.5, class_share=0.5)))
 
