@@ -248,6 +248,31 @@ def test_nothing_is_found_after_a_reset(model: str) -> None:
 
 
 @pytest.mark.scheduler
+def test_nothing_is_found_after_a_reset_that_vllm_refuses(model: str) -> None:
+    """It goes on finding on the device what the running request and one before it had computed."""
+    served = Served(model)
+    earlier = [*range(300, 400)]
+    served.serve(served.request(earlier))
+    running = served.request(PROMPT)
+    served.scheduler.add_request(running)
+    _step(served)
+    assert running.num_computed_tokens == 100 and not served.scheduler.reset_prefix_cache()
+    served.scheduler.preempt_at_next_step(running.request_id)
+    _step(served)
+    copies, stats = served.controller.copies, served.controller.stats()
+    assert copies.of(running.request_id) is None and not copies.pool._by_key
+    assert harness.total(stats, "fallbacks", reason="stale") == 1
+    served.serve()
+    assert running.num_output_tokens == 4
+    served.serve(served.request([*PROMPT, 1]), served.request([*earlier, 1]))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == served.found(served.request(earlier)) == 0
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96, "what is computed anew is"
+
+
+@pytest.mark.scheduler
 def test_requests_that_may_not_read_the_cache_do_not(model: str) -> None:
     served = Served(model)
     served.serve(served.request(PROMPT))
@@ -454,6 +479,8 @@ def test_a_reset_while_it_is_loaded_leaves_the_request_waiting_as_a_new_one(mode
         served.serve()
         assert request.num_output_tokens == 4 and request.num_preemptions == 0
         assert served.controller.copies.pool.used == 0
+        served.push_out()
+        assert served.found(served.request(PROMPT)) == 96, "it has computed all of its prompt after the reset"
 
 
 def _step(served: Served) -> None:
