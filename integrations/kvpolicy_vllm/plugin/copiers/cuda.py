@@ -65,9 +65,13 @@ class CudaCopier(Copier):
         gathered = min(urgent, self._urgent.blocks)
         at = self._gather(part_of(job, 0, gathered)) if gathered else 0
         compute = torch.cuda.current_stream()
-        self._saves[job.copy_id] = self._on(
-            self._save_stream, lambda: self._save_parts(job, gathered, at, urgent, compute)
-        )
+        try:
+            self._saves[job.copy_id] = self._on(
+                self._save_stream, lambda: self._save_parts(job, gathered, at, urgent, compute)
+            )
+        except RuntimeError:
+            self._save_stream.synchronize()  # the slots are free now: launched parts of the copy must have ended
+            raise
 
     def finish_copies_out(self, copy_ids: Iterable[int]) -> None:
         for copy_id in copy_ids:
