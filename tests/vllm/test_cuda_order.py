@@ -270,6 +270,20 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
         assert not copier._saves and not copier._loads, "events of finished copies are kept"
 
 
+@pytest.mark.parametrize("kind", [CudaCopier, StagedCudaCopier])
+def test_blocks_lie_as_far_apart_as_their_strides_say(kind: type[CudaCopier], device: Device) -> None:
+    """A piece may be a part of what lies between two blocks: here it is half of that."""
+    memory = torch.arange(12 * 32, dtype=torch.float32).reshape(12, 32)
+    before = memory.clone()
+    copier = kind([memory[:, :16]], 8, False, None)
+    copier.save(Job(1, "r", (1, 5), (4, 0)))
+    copier.load(Job(1, "r", (7, 3), (4, 0)))
+    device.run(random.Random(0))
+    assert [done.ok for done in copier.poll()] == [True]
+    before[[7, 3], :16] = before[[1, 5], :16]
+    assert torch.equal(memory, before)
+
+
 def test_a_load_that_fails_half_way_writes_no_more(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks go to somebody else at once, whose step must not be written over by what had been launched of it."""
     segments = [torch.zeros(12, 16) for _ in range(3)]

@@ -52,6 +52,8 @@ class CudaCopier(Copier):
         self._tables: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
         self._new_tables: tuple[torch.Tensor, ...] = ()
         self._device_base = np.array([s.data_ptr() for s in self.device_segments], dtype=np.int64)
+        self._device_stride = np.array([s.stride(0) * s.element_size() for s in self.device_segments], dtype=np.int64)
+        """Bytes from one block to the next, which may be more than those of a piece."""
         self._piece_bytes = np.array([s.shape[1] * s.element_size() for s in self.device_segments], dtype=np.int64)
         self._piece_offset = np.array(offsets_of(self.device_segments)[:-1], dtype=np.int64)
 
@@ -162,7 +164,7 @@ class CudaCopier(Copier):
 
     def _pointers(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
         blocks, slots = np.asarray(job.block_ids, dtype=np.int64), np.asarray(job.slots, dtype=np.int64)
-        device = (self._device_base[:, None] + blocks * self._piece_bytes[:, None]).ravel()
+        device = (self._device_base[:, None] + blocks * self._device_stride[:, None]).ravel()
         host = (self.arena.data_ptr() + self._piece_offset[:, None] + slots * self.block_bytes).ravel()
         return device, host
 
