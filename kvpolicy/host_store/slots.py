@@ -185,10 +185,11 @@ class HostStore:
                 self._tell_stored(known)
 
     def spoiled(self, block: HostBlock) -> None:
-        """The block's save has failed: nothing is found by its key any more. Copies that need it are the caller's
-        matter."""
+        """A save of the block, or a load, has failed: nothing is found by its key any more. Copies that need it are the
+        caller's matter."""
         if block.key is None:
             return
+        self.counts.spoiled += 1
         was_cached = block.cached
         self._unwatch(block)
         self._forget_key(block)

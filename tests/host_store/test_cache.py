@@ -130,8 +130,9 @@ def test_a_save_that_failed_leaves_nothing_to_be_found() -> None:
     lost = store.lost(serve(store, "ab", 10))
     hit = HostCopy(16)
     store.hold(hit, ["a"])
-    for block in lost:
+    for block in (*lost, *lost):
         store.spoiled(block)
+    assert (store.counts.stored, store.counts.spoiled) == (2, 2), "the load fails, too"
     assert store.leading(["a"]) == 0 and store.leading(["ab"]) == 0 and (store.used, store.cached) == (1, 0)
     store.release(hit)
     assert (store.used, store.cached) == (0, 0) and store.cache is not None and len(store.cache) == 0

@@ -7,6 +7,7 @@ import json
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.caching import Hinted
@@ -270,6 +272,30 @@ def test_nothing_is_found_after_a_reset_that_vllm_refuses(model: str) -> None:
     served.serve(served.request(PROMPT))
     served.push_out()
     assert served.found(served.request(PROMPT)) == 96, "what is computed anew is"
+
+
+class SavesFail(alone.Worker):
+    def execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:
+        answer = super().execute(output, sampled)
+        copies = answer.kv_connector_output
+        if copies is not None and copies.kv_connector_worker_meta is not None:
+            done = copies.kv_connector_worker_meta.done
+            done[:] = [replace(one, ok=one.direction != "save") for one in done]
+        return answer
+
+
+@pytest.mark.scheduler
+def test_what_got_a_slot_and_was_not_saved_is_counted(model: str) -> None:
+    served = Served(model)
+    served.worker = SavesFail(0)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == served.controller.copies.pool.cached == 0
+    counted = {
+        event: harness.total(served.controller.stats(), "cache_blocks", event=event)
+        for event in ("stored", "spoiled", "evicted")
+    }
+    assert counted["stored"] == counted["spoiled"] >= 6 and not counted["evicted"]
 
 
 @pytest.mark.scheduler

@@ -75,7 +75,7 @@ class PromptCache:
         self._worth_until, self._decides = 0, (decider.policy, decider.shadow)
         self._now: Callable[[], float] = lambda: 0.0
         self._hinted: tuple[int, ...] = (0,) * len(EVENTS)
-        self._counted = {"stored": 0, "refused": 0, "evicted": 0}
+        self._counted = {"stored": 0, "refused": 0, "evicted": 0, "spoiled": 0}
         copies.pool.worth_saving = partial(self._is_worth_storing, saved=True)
         copies.pool.worth_keeping = self._is_worth_storing
         self.files: FileIndex | None = None
@@ -234,7 +234,9 @@ class PromptCache:
         """Count what became of contents since the last call."""
         counts = self._copies.pool.counts
         self._count_hints()
-        now = {"stored": counts.stored, "refused": counts.refused, "evicted": counts.evicted}
+        now = {
+            "stored": counts.stored, "refused": counts.refused, "evicted": counts.evicted, "spoiled": counts.spoiled,
+        }  # fmt: skip
         if now == self._counted:  # true in nearly every step
             return
         for event, blocks in now.items():
