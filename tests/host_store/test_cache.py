@@ -228,6 +228,19 @@ def test_while_too_much_waits_to_be_saved_only_what_is_not_to_be_missed_is_saved
     assert plain.lost(serve(plain, "abc", 10)) == [] and plain.counts.refused == 3
 
 
+def test_where_far_too_much_waits_what_is_pinned_waits_as_well() -> None:
+    """But for the beginning of a prompt whose end is there."""
+    store = HostStore(10, Hinted(Lru(10), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
+    store.takes_saves = lambda: False
+    begun, other = pin(store, "uvw", 20), pin(store, "xy", 30)
+    assert keys(store.lost(begun[2:])) == ["uvw"]
+    store.takes_pins = lambda: False
+    assert {*keys(store.lost([*other, *begun[:2]]))} == {"u", "uv"} and store.counts.refused == 2
+    other = pin(store, "xy", 30)
+    store.takes_pins = lambda: True
+    assert keys(store.lost(other)) == ["x", "xy"]
+
+
 def test_a_pin_whose_time_is_over_waits_like_all_others() -> None:
     """Also where the device loses its blocks long after the last request has come."""
     now_s = 0.0
