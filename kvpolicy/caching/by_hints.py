@@ -292,10 +292,10 @@ class Hinted(CachingPolicy):
         self._holds.expire(self._clock())
         return frozenset(key for key in keys if key in self._holds)
 
-    def is_needed(self, key: Key) -> bool:
-        """Whether it is pinned, or a block that is there continues it and is of no use without it."""
+    def is_needed(self, key: Key, pins: bool = True) -> bool:
+        """Whether a block that is there continues it and is of no use without it, or with ``pins``, it is pinned."""
         self._holds.expire(self._clock())
-        return key in self._children or self._holds.is_pinned(key)
+        return key in self._children or (pins and self._holds.is_pinned(key))
 
     def wanted(self, chain: Chain, hints: Hints) -> int:
         """Number of leading blocks that are worth storing. Of a request that nobody repeats or continues, those that it

@@ -103,3 +103,5 @@ class CacheCounts:
     """Not saved: not worth a save and a load, or copies need all slots."""
     evicted: int = 0
     """Left their slots, to copies or to other contents."""
+    spoiled: int = 0
+    """Are not found any more, as a save or a load of them failed; those that copies needed included."""

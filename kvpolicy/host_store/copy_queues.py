@@ -8,6 +8,8 @@ RECENT_COPIES = 64
 MAX_SAVE_BACKLOG_S = 1.0
 """Contents are saved for the cache while the saves before them end in so many seconds: who needs one of them waits for
 those, and a link that is too slow for all of them carries those that it can."""
+MAX_PIN_BACKLOG_S = 10.0
+"""The same of what is pinned: whoever pins ever other prompts makes the others wait for no more than that."""
 
 
 class RecentRate:
@@ -74,3 +76,8 @@ class CopyQueues:
         if not self._saving.known:
             return not self._blocks["save"]
         return self.saving_s <= MAX_SAVE_BACKLOG_S
+
+    @property
+    def takes_pins(self) -> bool:
+        """The same of what is pinned: see :data:`MAX_PIN_BACKLOG_S`. Before any save has been timed, always."""
+        return self.saving_s <= MAX_PIN_BACKLOG_S

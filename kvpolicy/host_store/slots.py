@@ -32,6 +32,8 @@ class HostStore:
         self.counts = CacheCounts()
         self.takes_saves: Callable[[], bool] = lambda: True
         """Whether more may be saved for the cache now, by what waits to be saved."""
+        self.takes_pins = self.takes_saves
+        """Whether what is pinned may be, where others may not."""
         self.worth_saving: Callable[[int], bool] = lambda blocks: True
         """Whether blocks of a chain of so many blocks are saved for the cache: where saving and loading all of them
         would cost more than computing them, none is."""
@@ -185,10 +187,11 @@ class HostStore:
                 self._tell_stored(known)
 
     def spoiled(self, block: HostBlock) -> None:
-        """The block's save has failed: nothing is found by its key any more. Copies that need it are the caller's
-        matter."""
+        """A save of the block, or a load, has failed: nothing is found by its key any more. Copies that need it are the
+        caller's matter."""
         if block.key is None:
             return
+        self.counts.spoiled += 1
         was_cached = block.cached
         self._unwatch(block)
         self._forget_key(block)
@@ -386,14 +389,16 @@ class HostStore:
         return saved
 
     def _not_to_miss(self, wanted: list[tuple[Node, HostBlock]]) -> list[tuple[Node, HostBlock]]:
-        """Those of these that are saved however many wait to be saved: what is pinned, and what blocks continue that
-        are in slots, or come to them now, and are of no use without it. The device loses the end of a prompt first."""
+        """Those of these that are saved although too much waits to be saved: what is pinned, unless far too much does;
+        and whatever waits, what blocks continue that are in slots, or come to them now, and are of no use without it.
+        The device loses the end of a prompt first."""
         if not isinstance(self.cache, Hinted):
             return []
+        pins = self.takes_pins()
         continued: set[Hashable] = set()
         taken = []
         for node, block in sorted(wanted, key=lambda item: item[0].position, reverse=True):
-            if node.key in continued or self.cache.is_needed(node.key):
+            if node.key in continued or self.cache.is_needed(node.key, pins):
                 taken.append((node, block))
                 if node.parent is not None:
                     continued.add(node.parent.key)

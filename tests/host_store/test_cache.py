@@ -130,8 +130,9 @@ def test_a_save_that_failed_leaves_nothing_to_be_found() -> None:
     lost = store.lost(serve(store, "ab", 10))
     hit = HostCopy(16)
     store.hold(hit, ["a"])
-    for block in lost:
+    for block in (*lost, *lost):
         store.spoiled(block)
+    assert (store.counts.stored, store.counts.spoiled) == (2, 2), "the load fails, too"
     assert store.leading(["a"]) == 0 and store.leading(["ab"]) == 0 and (store.used, store.cached) == (1, 0)
     store.release(hit)
     assert (store.used, store.cached) == (0, 0) and store.cache is not None and len(store.cache) == 0
@@ -225,6 +226,19 @@ def test_while_too_much_waits_to_be_saved_only_what_is_not_to_be_missed_is_saved
     plain = HostStore(8, Lru(8))
     plain.takes_saves = lambda: False
     assert plain.lost(serve(plain, "abc", 10)) == [] and plain.counts.refused == 3
+
+
+def test_where_far_too_much_waits_what_is_pinned_waits_as_well() -> None:
+    """But for the beginning of a prompt whose end is there."""
+    store = HostStore(10, Hinted(Lru(10), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
+    store.takes_saves = lambda: False
+    begun, other = pin(store, "uvw", 20), pin(store, "xy", 30)
+    assert keys(store.lost(begun[2:])) == ["uvw"]
+    store.takes_pins = lambda: False
+    assert {*keys(store.lost([*other, *begun[:2]]))} == {"u", "uv"} and store.counts.refused == 2
+    other = pin(store, "xy", 30)
+    store.takes_pins = lambda: True
+    assert keys(store.lost(other)) == ["x", "xy"]
 
 
 def test_a_pin_whose_time_is_over_waits_like_all_others() -> None:

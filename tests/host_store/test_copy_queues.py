@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpolicy.host_store import CopyQueues, RecentRate
-from kvpolicy.host_store.copy_queues import MAX_SAVE_BACKLOG_S, RECENT_COPIES
+from kvpolicy.host_store.copy_queues import MAX_PIN_BACKLOG_S, MAX_SAVE_BACKLOG_S, RECENT_COPIES
 
 BLOCK_BYTES = 1000
 
@@ -32,6 +32,16 @@ def test_saves_for_the_cache_wait_until_those_before_them_end_in_time() -> None:
     assert not queues.takes_saves
     queues.ended("save", 1)  # a save that failed says nothing of the link
     assert queues.takes_saves
+
+
+def test_pins_wait_where_far_too_much_waits() -> None:
+    queues = CopyQueues(BLOCK_BYTES)
+    queues.add("save", 10**6)
+    assert queues.takes_pins, "no save has been timed"
+    queues.ended("save", 10**6 - 8, (10**6 - 8) * MAX_PIN_BACKLOG_S / 8)
+    assert queues.takes_pins and not queues.takes_saves, "the eight that are left end exactly in time"
+    queues.add("save", 1)
+    assert not queues.takes_pins
 
 
 def test_loads_do_not_count() -> None:

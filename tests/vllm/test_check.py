@@ -293,13 +293,18 @@ def test_a_cache_of_prompts_is_refused_by_the_models_layers(
 def test_prompts_in_files_are_refused_before_the_engine_starts(
     process: EngineProcess, model: str, tmp_path: Path
 ) -> None:
-    """A hash has the name of an adapter, which stands for other weights tomorrow."""
+    """A hash has the name of an adapter, which stands for other weights tomorrow; and weights that a server is given
+    while it runs are not those on disk."""
     files = ServerSettings("always-swap", host_gib=0.5, cache="lru", cache_files=tmp_path / "kv", cache_files_gib=1.0)
     flags = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE))
     assert not asked(process, model, *flags, settings=files)["refused"]
-    found = asked(process, model, *flags, "--enable-lora", settings=files)
-    assert "cache_files: the hash of a block has the name of its adapter" in found["refused"]
-    assert found["helps"] == ["no --cache-files", "--cache off"]
+    for refused, words in (
+        (["--enable-lora"], "cache_files: the hash of a block has the name of its adapter"),
+        (["--weight-transfer-config", '{"backend": "nccl"}'], "leave out --weight-transfer-config"),
+    ):
+        found = asked(process, model, *flags, *refused, settings=files)
+        assert words in found["refused"]
+        assert found["helps"] == ["no --cache-files", "--cache off"]
 
 
 def test_files_that_hold_no_block_are_refused_before_the_engine_starts(

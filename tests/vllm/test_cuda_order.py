@@ -109,8 +109,10 @@ class Device:
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self._current = self._current, stream
-        yield
-        self._current = before
+        try:
+            yield
+        finally:
+            self._current = before
 
     def launch(self, what: Callable[[], None]) -> None:
         self._current.launched.append(what)
@@ -268,6 +270,20 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
         assert not copier._saves and not copier._loads, "events of finished copies are kept"
 
 
+@pytest.mark.parametrize("kind", [CudaCopier, StagedCudaCopier])
+def test_blocks_lie_as_far_apart_as_their_strides_say(kind: type[CudaCopier], device: Device) -> None:
+    """A piece may be a part of what lies between two blocks: here it is half of that."""
+    memory = torch.arange(12 * 32, dtype=torch.float32).reshape(12, 32)
+    before = memory.clone()
+    copier = kind([memory[:, :16]], 8, False, None)
+    copier.save(Job(1, "r", (1, 5), (4, 0)))
+    copier.load(Job(1, "r", (7, 3), (4, 0)))
+    device.run(random.Random(0))
+    assert [done.ok for done in copier.poll()] == [True]
+    before[[7, 3], :16] = before[[1, 5], :16]
+    assert torch.equal(memory, before)
+
+
 def test_a_load_that_fails_half_way_writes_no_more(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks go to somebody else at once, whose step must not be written over by what had been launched of it."""
     segments = [torch.zeros(12, 16) for _ in range(3)]
@@ -287,6 +303,26 @@ def test_a_load_that_fails_half_way_writes_no_more(device: Device, monkeypatch: 
     device.run(random.Random(0))
     assert all((segment[[1, 2]] == OTHER).all() for segment in segments)
     assert not copier._loads
+
+
+def test_a_save_that_fails_half_way_writes_no_more(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are free at once: what comes there from a file must not be written over by what had been launched of
+    it, from the buffer or from the blocks."""
+    segments = [torch.zeros(12, 16) for _ in range(3)]
+    copier, slots = CudaCopier(segments, 8, False, None), [0, 1, 2, 3]
+    move = cuda.ops.swap_blocks_batch
+
+    def half(*tables: torch.Tensor) -> None:
+        move(*(table[: len(table) // 2] for table in tables))
+        raise RuntimeError("made to fail")
+
+    monkeypatch.setattr(cuda.ops, "swap_blocks_batch", half)
+    copier.save(Job(1, "r", (1, 2, 5, 6), tuple(slots)), frozenset({1}))
+    assert [done.ok for done in copier.transfers] == [False] and not copier._saves
+    for host in copier.host_segments:
+        host[slots] = OTHER
+    device.run(random.Random(0))
+    assert all((host[slots] == OTHER).all() for host in copier.host_segments)
 
 
 def test_events_of_what_ends_or_breaks_off_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,13 @@ from huggingface_hub import snapshot_download
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import namespace_digest, weights_digest
 from kvpolicy_vllm.plugin import file_namespace, served_weights
-from kvpolicy_vllm.plugin.file_namespace import hash_seed, namespace_of, orders_in_memory, refuse_unnameable
+from kvpolicy_vllm.plugin.file_namespace import (
+    computed_by,
+    hash_seed,
+    namespace_of,
+    orders_in_memory,
+    refuse_unnameable,
+)
 from kvpolicy_vllm.plugin.served_weights import identity_of_weights, note_weights, weights_changed
 from tests.vllm.bare_configs import bare_config, drafting, multimodal
 
@@ -260,6 +266,7 @@ def test_seeds_that_differ_from_server_to_server_are_refused(model: Path, monkey
     [
         ({"lora_config": object()}, FullAttentionSpec, False, "leave out --enable-lora"),
         ({"multimodal_config": multimodal()}, FullAttentionSpec, False, "images"),
+        ({"weight_transfer_config": object()}, FullAttentionSpec, False, "leave out --weight-transfer-config; or"),
         ({}, MambaSpec, False, "windows or states"),
         ({}, FullAttentionSpec, True, "keep it once"),
     ],
@@ -271,6 +278,11 @@ def test_what_keys_do_not_tell_apart_is_refused(
     refuse_unnameable(config_of(model), cache_of())
     with pytest.raises(InputError, match=message):
         refuse_unnameable(config_of(model, **more), cache_of(spec), shared)
+
+
+def test_files_of_vllms_own_connector_are_refused_where_weights_come_later(model: Path) -> None:
+    with pytest.raises(InputError, match=r"files of KV: .* --weight-transfer-config, or serve without files"):
+        computed_by(config_of(model, weight_transfer_config=object()), model)
 
 
 class Overriding:

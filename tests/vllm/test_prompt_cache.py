@@ -7,6 +7,7 @@ import json
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.caching import Hinted
@@ -248,6 +250,55 @@ def test_nothing_is_found_after_a_reset(model: str) -> None:
 
 
 @pytest.mark.scheduler
+def test_nothing_is_found_after_a_reset_that_vllm_refuses(model: str) -> None:
+    """It goes on finding on the device what the running request and one before it had computed."""
+    served = Served(model)
+    earlier = [*range(300, 400)]
+    served.serve(served.request(earlier))
+    running = served.request(PROMPT)
+    served.scheduler.add_request(running)
+    _step(served)
+    assert running.num_computed_tokens == 100 and not served.scheduler.reset_prefix_cache()
+    served.scheduler.preempt_at_next_step(running.request_id)
+    _step(served)
+    copies, stats = served.controller.copies, served.controller.stats()
+    assert copies.of(running.request_id) is None and not copies.pool._by_key
+    assert harness.total(stats, "fallbacks", reason="stale") == 1
+    served.serve()
+    assert running.num_output_tokens == 4
+    served.serve(served.request([*PROMPT, 1]), served.request([*earlier, 1]))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == served.found(served.request(earlier)) == 0
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == 96, "what is computed anew is"
+
+
+class SavesFail(alone.Worker):
+    def execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:
+        answer = super().execute(output, sampled)
+        copies = answer.kv_connector_output
+        if copies is not None and copies.kv_connector_worker_meta is not None:
+            done = copies.kv_connector_worker_meta.done
+            done[:] = [replace(one, ok=one.direction != "save") for one in done]
+        return answer
+
+
+@pytest.mark.scheduler
+def test_what_got_a_slot_and_was_not_saved_is_counted(model: str) -> None:
+    served = Served(model)
+    served.worker = SavesFail(0)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    assert served.found(served.request(PROMPT)) == served.controller.copies.pool.cached == 0
+    counted = {
+        event: harness.total(served.controller.stats(), "cache_blocks", event=event)
+        for event in ("stored", "spoiled", "evicted")
+    }
+    assert counted["stored"] == counted["spoiled"] >= 6 and not counted["evicted"]
+
+
+@pytest.mark.scheduler
 def test_requests_that_may_not_read_the_cache_do_not(model: str) -> None:
     served = Served(model)
     served.serve(served.request(PROMPT))
@@ -454,6 +505,8 @@ def test_a_reset_while_it_is_loaded_leaves_the_request_waiting_as_a_new_one(mode
         served.serve()
         assert request.num_output_tokens == 4 and request.num_preemptions == 0
         assert served.controller.copies.pool.used == 0
+        served.push_out()
+        assert served.found(served.request(PROMPT)) == 96, "it has computed all of its prompt after the reset"
 
 
 def _step(served: Served) -> None:

@@ -39,6 +39,7 @@ from kvpolicy_vllm.plugin.situation import (
     situation_of,
     why_not_loadable,
 )
+from kvpolicy_vllm.plugin.stale_requests import StaleRequests
 from kvpolicy_vllm.plugin.swaps import Swaps
 from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
 
@@ -68,6 +69,7 @@ class Controller:
         self.metrics = MetricsCounter(copies, self.ledger)
         self.observers = Observers(complain)
         self.survival: Survival = Survival()
+        self.stale = StaleRequests()
         self.observers.add(self.metrics, SurvivalLearner(self.survival))
         self.recorder: RowWriter | None = None
         """Takes the trace's rows; None where no trace is recorded."""
@@ -114,8 +116,9 @@ class Controller:
     def cache_prompts(self, key_of: Callable[[Any], bytes]) -> PromptCache:
         """Find prompts in host memory; the copies have a caching policy. ``key_of``: see :class:`PromptCache`."""
         self.prompts = PromptCache(
-            self.copies, self.decider, key_of, self.observers, self.metrics.tally, self._complain, self.marks
-        )
+            self.copies, self.decider, key_of, self.observers, self.metrics.tally, self._complain, self.marks,
+            self.stale,
+        )  # fmt: skip
         return self.prompts
 
     def grant_marks(self, grant: Grant) -> None:
@@ -185,7 +188,8 @@ class Controller:
         if cause == "reset":
             self.forget_saved()
         if self.prompts is not None:
-            self.prompts.preempted(request, cause)
+            self.prompts.given_back(request)
+        self.stale.loses_blocks(request, self._scheduler)
         self._preemptions += 1
         preemption_id = f"{self.core}-{self._preemptions}"
         self._lost.append(preemption_id)
@@ -239,11 +243,18 @@ class Controller:
                 self.observers.tell("idle")
 
     def forget_saved(self) -> None:
-        """Everything saved or queued is stale, as after a change of weights."""
+        """Everything saved or queued is stale, as after a change of weights, and so is what requests hold."""
         self.swaps.forget_all()
         self.survival.forget()
+        if self._scheduler is not None:
+            self.stale.reset_begins(self._scheduler)
         if self.prompts is not None:
             self.prompts.forget()
+
+    def reset_ended(self) -> None:
+        """vLLM has reset its prefix cache, or has refused to."""
+        if self._scheduler is not None:
+            self.stale.reset_ends(self._scheduler)
 
     # ---- from the connector ----
 
@@ -296,6 +307,7 @@ class Controller:
         """The request has blocks again, of which ``block_ids`` are its tables; ``load_tokens`` tokens are to be loaded
         (0: none)."""
         request_id = request.request_id
+        self.stale.admitted(request, self._scheduler)
         copy, opened = self.copies.of(request_id), self.ledger.open_preemption(request_id)
         if load_tokens == 0 and self.beside and self.copies.pool.watched:
             # Blocks that another connector loads into are in no step's output, and not in ``block_ids`` up to 0.25.
@@ -371,6 +383,7 @@ class Controller:
         self.swaps.forget(request.request_id)
         if self.prompts is not None:
             self.prompts.ended(request)
+        self.stale.ended(request, self._scheduler)
         opened, now = self.ledger.open_preemption(request.request_id), self.clock()
         outcome = self.ledger.remove(request.request_id, now)
         if opened is not None and outcome is not None:
@@ -408,8 +421,7 @@ class Controller:
             view, gain = RunningView(scheduler, request, self.tables), self.decider.gain_per_block
             situation = situation_of(request, scheduler, view, "displaced", self.copies, self.survival, now, gain)
             situation = as_taken_out(situation)
-            refusal = why_not_loadable(request, scheduler, self.copies, now, self.tables)
-            return self.decider.price(situation, policies.why_no_swap(situation, refusal))
+            return self.decider.price(situation, policies.why_no_swap(situation, self._refusal(request, now)))
         # The boundary between a policy and a server: victims are chosen without prices, then.
         except Exception:  # noqa: BLE001
             self.metrics.tally.add("unpriced")
@@ -427,8 +439,7 @@ class Controller:
         survival = None if self._labels else self.survival  # a tool that measures evicts what the victim alone held
         gain = self.decider.gain_per_block
         situation = situation_of(request, scheduler, view, cause, self.copies, survival, now, gain)
-        refusal = why_not_loadable(request, scheduler, self.copies, now, self.tables)
-        decision = self.decider.decide(situation, policies.why_no_swap(situation, refusal))
+        decision = self.decider.decide(situation, policies.why_no_swap(situation, self._refusal(request, now)))
         identity = Identity(preemption_id, request.request_id, request.num_preemptions, self._belongs_to, self._labels)
         pending = Pending(situation, decision, identity)
         executed: Kind = "swap" if decision.executed == "swap" else "recompute"
@@ -438,6 +449,13 @@ class Controller:
             self.observers.tell("executed", pending)
         self.observers.tell("decided", pending)
         return executed
+
+    def _refusal(self, request: Any, now: float) -> str:
+        """Why this engine would not load the request back, as a word for the trace; empty where it would. What was
+        computed before a reset is not saved after it."""
+        if request in self.stale:
+            return "stale"
+        return why_not_loadable(request, self._scheduler, self.copies, now, self.tables)
 
     def _swap(self, pending: Pending) -> None:
         request_id, situation = pending.identity.request_id, pending.situation

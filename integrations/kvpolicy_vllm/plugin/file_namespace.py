@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 NOT_CRYPTOGRAPHIC = "xxhash"
 """Names of hash functions that vLLM seeds at random begin so."""
 
+TRANSFERRED = (
+    "other weights than those on disk may come to this server while it runs, and the next one would take their KV for "
+    "that of those on disk: leave out --weight-transfer-config"
+)
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
@@ -42,6 +47,8 @@ def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig | None, shared
         reason = "the hash of a block has the name of its adapter and not its weights: leave out --enable-lora"
     elif model.is_multimodal_model:
         reason = "clients may name their images as they like, and the hash of a block has these names"
+    elif _transfers_weights(config):
+        reason = TRANSFERRED
     elif getattr(config.cache_config, "calculate_kv_scales", False):  # vLLM 0.27 and before
         reason = "each server takes the scales of --calculate-kv-scales from its own first step: leave that out"
     elif kv_cache is not None and not is_plain(kv_cache):
@@ -99,7 +106,10 @@ def namespace_of(
 
 def computed_by(config: VllmConfig, folder: Path | None = None) -> dict[str, Any]:
     """What decides keys and values whoever keeps them: the engine, its device, settings and weights. ``folder``: where
-    the weights are, if not where vLLM's ModelConfig says. Raises InputError as :func:`namespace_of`."""
+    the weights are, if not where vLLM's ModelConfig says. Raises InputError as :func:`namespace_of`, and where vLLM may
+    be given other weights while it runs."""
+    if _transfers_weights(config):
+        raise InputError(f"files of KV: {TRANSFERRED}, or serve without files")
     return {
         "engine": f"vllm {vllm.__version__}",
         "device": [device_name(), *_instructions()],
@@ -140,6 +150,11 @@ def orders_in_memory(kv_caches: dict[str, Any], blocks: int) -> list[Any]:
         ]
         for tensor in tensors
     ]
+
+
+def _transfers_weights(config: VllmConfig) -> bool:
+    """Whether vLLM may be given other weights while it runs."""
+    return getattr(config, "weight_transfer_config", None) is not None
 
 
 def _instructions() -> list[str]:

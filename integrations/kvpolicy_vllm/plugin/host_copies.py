@@ -126,6 +126,7 @@ class CopyBook:
         """Number of copies being loaded, including those of requests that are gone: their end must be waited for."""
         self.queues = queues = CopyQueues(block_bytes)
         self.pool.takes_saves = lambda: queues.takes_saves
+        self.pool.takes_pins = lambda: queues.takes_pins
         self.pinned: PinnedBlocks | None = None
         """Holds the device blocks of unfinished saves, so that no step writes to them; None where the workers save a
         block before the step that is given it writes to it. The scheduler sets it."""

@@ -37,10 +37,10 @@ LEFT_OUT: dict[str, dict[str, tuple[str, ...]]] = {
             "observability_config", "profiler_config", "logging_config", "watchdog_config", "instance_id",
             "shutdown_timeout",
         ),
-        "where KV, pictures and weights lie and travel": (
+        "where KV and pictures travel, and where weights lie": (
             "kv_transfer_config", "kv_events_config", "ec_transfer_config", "ec_manager_config", "offload_config",
-            "weight_transfer_config",
         ),
+        "it brings weights that are not on disk; files are refused with it": ("weight_transfer_config",),
         "the namespace names the device itself": ("device_config",),
         "follows from the model's settings and its files": ("quant_config",),
         "what it decides is set in compilation_config": ("optimization_level",),

@@ -16,7 +16,6 @@ from kvpolicy.caching import spec as caching
 from kvpolicy.caching.by_hints import EVENTS
 from kvpolicy.caching.fallback import guarded
 from kvpolicy.cost.block_price import RENEWED_STEPS, Beside, block_price, read_first, sampled
-from kvpolicy.events import Cause
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy_vllm.plugin.file_index import FileIndex
@@ -25,6 +24,7 @@ from kvpolicy_vllm.plugin.marks import MarkReader, client_of
 from kvpolicy_vllm.plugin.messages import StepJobs
 from kvpolicy_vllm.plugin.observers import Observers, Tally
 from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
+from kvpolicy_vllm.plugin.stale_requests import StaleRequests
 
 FILE_TIER = "files"
 MOVED = {"stored": "write", "loaded": "read"}
@@ -46,6 +46,7 @@ class Found:
 
 class PromptCache:
     """One per engine core. ``key_of``: the key of a block in vLLM's prefix cache, from one of a request's hashes.
+    ``stale``: requests that hold blocks which are not what their keys stand for.
 
     Nothing here may stop a request: after an error in deciding, the prompt is computed, as vLLM alone would have done.
     """
@@ -59,8 +60,9 @@ class PromptCache:
         tally: Tally,
         complain: Callable[[str], None],
         marks: MarkReader,
+        stale: StaleRequests,
     ) -> None:
-        self._copies, self._decider, self._key_of, self._marks = copies, decider, key_of, marks
+        self._copies, self._decider, self._key_of, self._marks, self._stale = copies, decider, key_of, marks, stale
         self._observers, self._tally, self._complain = observers, tally, complain
         self._scheduler: Any = None
         self._asked_blocks: dict[str, int] = {}
@@ -72,10 +74,8 @@ class PromptCache:
         self._worth: dict[tuple[int, bool, bool], bool] = {}
         self._worth_until, self._decides = 0, (decider.policy, decider.shadow)
         self._now: Callable[[], float] = lambda: 0.0
-        self._stale: set[str] = set()
-        """Requests that hold blocks computed before the last reset, which are not what their keys stand for."""
         self._hinted: tuple[int, ...] = (0,) * len(EVENTS)
-        self._counted = {"stored": 0, "refused": 0, "evicted": 0}
+        self._counted = {"stored": 0, "refused": 0, "evicted": 0, "spoiled": 0}
         copies.pool.worth_saving = partial(self._is_worth_storing, saved=True)
         copies.pool.worth_keeping = self._is_worth_storing
         self.files: FileIndex | None = None
@@ -107,7 +107,7 @@ class PromptCache:
 
     def __len__(self) -> int:
         """Number of requests of which anything is remembered."""
-        return len(self._asked_blocks.keys() | self._found.keys() | self._asked_files | self._stale)
+        return len(self._asked_blocks.keys() | self._found.keys() | self._asked_files | self._stale.names)
 
     def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
         self._scheduler, self._now = scheduler, clock
@@ -160,7 +160,7 @@ class PromptCache:
 
     def given_back(self, request: Any) -> None:
         """The request is about to lose its blocks: what the device may lose of them from now on is watched."""
-        if self._scheduler is None or request.request_id in self._stale:
+        if self._scheduler is None or request in self._stale:
             return
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         blocks = blocks[: request.num_computed_tokens // self._size]
@@ -177,23 +177,12 @@ class PromptCache:
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
         self._asked_files.discard(request.request_id)
-        self._stale.discard(request.request_id)
 
     def forget(self) -> None:
-        """Nothing that is on the device, or was found, may be used again, as after a change of weights."""
+        """Nothing that was found may be used again, as after a change of weights."""
         self._found.clear()
         if self.files is not None:
             self.files.forget()
-        if self._scheduler is not None:
-            self._stale = {name for name, request in self._scheduler.requests.items() if request.num_computed_tokens}
-
-    def preempted(self, request: Any, cause: Cause) -> None:
-        """The request is about to lose its blocks, which nobody may use again after a reset. What it computes after one
-        is right again."""
-        if cause == "reset":
-            self._stale.discard(request.request_id)
-        else:
-            self.given_back(request)
 
     # ---- what requests find ----
 
@@ -245,7 +234,9 @@ class PromptCache:
         """Count what became of contents since the last call."""
         counts = self._copies.pool.counts
         self._count_hints()
-        now = {"stored": counts.stored, "refused": counts.refused, "evicted": counts.evicted}
+        now = {
+            "stored": counts.stored, "refused": counts.refused, "evicted": counts.evicted, "spoiled": counts.spoiled,
+        }  # fmt: skip
         if now == self._counted:  # true in nearly every step
             return
         for event, blocks in now.items():

@@ -315,7 +315,10 @@ class PolicyHooks:
             ):
                 # Loaded but not yet admitted, as a block is missing: vLLM's own reset would leave it its blocks.
                 self._take_blocks(request)
-        return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+        try:
+            return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+        finally:
+            self.kvpolicy.reset_ended()
 
     def discard_load(self, request: Any) -> None:
         """Discard the request's load. A load that may still be under way ends as a failed one.

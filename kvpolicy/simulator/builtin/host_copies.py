@@ -35,6 +35,7 @@ class HostPool:
         self._loads: list[Copy] = []
         self._queues = queues = CopyQueues(server.block_bytes)
         self._store.takes_saves = lambda: queues.takes_saves
+        self._store.takes_pins = lambda: queues.takes_pins
         self._count = 0
         self._begun: list[tuple[Copy, Account]] = []
         """Copies made since jobs were taken last, and their preemptions."""

@@ -52,6 +52,8 @@ class CudaCopier(Copier):
         self._tables: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
         self._new_tables: tuple[torch.Tensor, ...] = ()
         self._device_base = np.array([s.data_ptr() for s in self.device_segments], dtype=np.int64)
+        self._device_stride = np.array([s.stride(0) * s.element_size() for s in self.device_segments], dtype=np.int64)
+        """Bytes from one block to the next, which may be more than those of a piece."""
         self._piece_bytes = np.array([s.shape[1] * s.element_size() for s in self.device_segments], dtype=np.int64)
         self._piece_offset = np.array(offsets_of(self.device_segments)[:-1], dtype=np.int64)
 
@@ -65,9 +67,13 @@ class CudaCopier(Copier):
         gathered = min(urgent, self._urgent.blocks)
         at = self._gather(part_of(job, 0, gathered)) if gathered else 0
         compute = torch.cuda.current_stream()
-        self._saves[job.copy_id] = self._on(
-            self._save_stream, lambda: self._save_parts(job, gathered, at, urgent, compute)
-        )
+        try:
+            self._saves[job.copy_id] = self._on(
+                self._save_stream, lambda: self._save_parts(job, gathered, at, urgent, compute)
+            )
+        except RuntimeError:
+            self._save_stream.synchronize()  # the slots are free now: launched parts of the copy must have ended
+            raise
 
     def finish_copies_out(self, copy_ids: Iterable[int]) -> None:
         for copy_id in copy_ids:
@@ -158,7 +164,7 @@ class CudaCopier(Copier):
 
     def _pointers(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
         blocks, slots = np.asarray(job.block_ids, dtype=np.int64), np.asarray(job.slots, dtype=np.int64)
-        device = (self._device_base[:, None] + blocks * self._piece_bytes[:, None]).ravel()
+        device = (self._device_base[:, None] + blocks * self._device_stride[:, None]).ravel()
         host = (self.arena.data_ptr() + self._piece_offset[:, None] + slots * self.block_bytes).ravel()
         return device, host
 
