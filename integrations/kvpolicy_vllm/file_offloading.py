@@ -44,6 +44,7 @@ from kvpolicy.tiers import (
     MAX_QUEUED_BLOCKS,
     FileTier,
     Finished,
+    LastingTier,
     Tier,
     file_bytes_of,
     refuse_unsafe,
@@ -113,7 +114,7 @@ class BoundedFileTier(SecondaryTierManager):
         refuse_small(how.max_gib, self._rows.shape[1])
         require_checksums()
         refuse_unsafe(self._directory)
-        self._opened: Tier | None = None
+        self._opened: LastingTier | None = None
         self._seed = b""
         """Of vLLM's hashes, when the files were opened."""
         self._said_reseeded = False
@@ -209,10 +210,12 @@ class BoundedFileTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait for all jobs. vLLM calls this where it forgets its host memory, as after a change of weights: what is in
-        files is not found from then on, and what is stored after it is not found by another process."""
+        files is not found from then on, and is given up first; what is stored after it is not found by another
+        process."""
         self._salt = uuid.uuid4().bytes
         if self._opened is not None:
             self._opened.wait_idle()
+            self._opened.forget_hints()
 
     def shutdown(self) -> None:
         self._ends.set()

@@ -25,6 +25,9 @@ Kind = Literal["store", "load"]
 MAX_QUEUED_BLOCKS = 1024
 """Blocks whose store is under way or waits, at most, where nothing else is said: a step of 8,192 tokens may give away
 512 blocks of 16 tokens. As many in simulations."""
+MAX_HANG_S = 5.0
+"""A medium that hangs is waited for so long, at most, where what is under way has to be waited for: at the end, and
+before memory is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +91,14 @@ class Tier(Protocol):
 
     def usage(self) -> Usage: ...
 
-    def wait_idle(self) -> None:
-        """Wait until all stores and loads have ended, so that :meth:`finished` reports them."""
+    def wait_idle(self, limit_s: float | None = None) -> bool:
+        """Wait until all stores and loads have ended, so that :meth:`finished` reports them, for so many seconds at
+        most. Whether they have."""
 
-    def close(self) -> None:
-        """Use the medium no more. What has not ended is not reported; its memory is the caller's again."""
+    def close(self, limit_s: float = MAX_HANG_S) -> None:
+        """Use the medium no more. What has not ended is not reported; its memory is the caller's again. Only where the
+        medium hangs for so many seconds, what is under way goes on: the tier refers to its memory until it has ended.
+        """
 
 
 class LastingTier(Tier, Protocol):
@@ -114,4 +120,5 @@ class LastingTier(Tier, Protocol):
         ended."""
 
     def forget_hints(self) -> None:
-        """Nobody will ask for the blocks again that are here or that hints have named: hold none back any more."""
+        """Nobody will ask for the blocks again that are here or that hints have named: hold none back any more, and
+        give these up before others. Keys that come from now on mean nothing to another process."""

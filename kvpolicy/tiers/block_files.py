@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 
 import numpy as np
@@ -27,6 +27,8 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Never through a link, and without waiting where somebody put a pipe in the place of a file."""
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 PROBE = "probe"
+OUTDATED_NS = 0
+"""Time of the last use of a block that only the process which has stored it could ask for; nanoseconds."""
 
 
 class Scratch:
@@ -53,6 +55,8 @@ class BlockFiles:
         self._folder, self._layout = folder, layout
         self.direct = 0
         """The flag of direct reads and writes; 0 where they are buffered."""
+        self.lasting = True
+        """Whether another process may ask for what is written from now on. What it may not says so by its time."""
         self._numbers = count()
 
     def probe(self) -> None:
@@ -82,6 +86,9 @@ class BlockFiles:
                 written = os.writev(opened, [part.data for part in (scratch.header, *self._to_write(pieces, scratch))])
                 if written != self._layout.file_bytes:
                     raise OSError(errno.ENOSPC, f"{written} of {self._layout.file_bytes} bytes were written")
+                if not self.lasting:
+                    with suppress(OSError):  # as good a block without
+                        os.utime(opened, ns=(OUTDATED_NS, OUTDATED_NS))
             into = self._folder.by_digit[name.folder]
             os.rename(temporary, name.file, src_dir_fd=self._folder.writing, dst_dir_fd=into)
         except OSError:
@@ -125,7 +132,8 @@ class BlockFiles:
 
     def mark_used(self, name: BlockName) -> None:
         """Note the time of a use, by which blocks are ranked after a restart. Raises OSError."""
-        os.utime(name.file, dir_fd=self._folder.by_digit[name.folder], follow_symlinks=False)
+        if self.lasting:
+            os.utime(name.file, dir_fd=self._folder.by_digit[name.folder], follow_symlinks=False)
 
     def remove(self, name: BlockName) -> None:
         """Remove the file of a block, if it is there. Raises OSError where it cannot be removed."""

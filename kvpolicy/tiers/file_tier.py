@@ -9,26 +9,29 @@ million files, in 16 folders.
 from __future__ import annotations
 
 import logging
-import stat
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpolicy.caching import ByCost, CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import guarded
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import Client, HintLimits, Hints
-from kvpolicy.tiers.base import MAX_QUEUED_BLOCKS, Chain, Finished, Key, Kind, Pieces, Usage
+from kvpolicy.tiers.base import MAX_HANG_S, MAX_QUEUED_BLOCKS, Chain, Finished, Key, Kind, Pieces, Usage
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
-from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, Damaged, digest_of_key, require_checksums
+from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, digest_of_key, require_checksums
+from kvpolicy.tiers.faults import Faults
+from kvpolicy.tiers.found_blocks import FoundBlocks
 from kvpolicy.tiers.identity import namespace_digest
-from kvpolicy.tiers.idle_folders import IdleFolders, idle_folders
+from kvpolicy.tiers.idle_folders import IdleFolders, Task, idle_folders
 from kvpolicy.tiers.io_threads import IoThreads
+from kvpolicy.tiers.occupancy import Occupancy
 from kvpolicy.tiers.owned_folder import OwnedFolder
 
 logger = logging.getLogger(__name__)
@@ -36,12 +39,21 @@ logger = logging.getLogger(__name__)
 DEFAULT_THREADS = 4
 MIN_THREADS = 2
 """One for loads alone, and one for stores."""
-MAX_WARNINGS = 5
-NS = 1_000_000_000
-"""Nanoseconds in a second. Uses less than that apart count as one when blocks are found again."""
-Result = tuple[int, Kind, Key, BlockName | None, str]
-"""Of one block: number of its job, kind, key, name, and why it failed, empty where it did not. Without a name it was
-not there when it was to be loaded."""
+
+
+class Result(NamedTuple):
+    """What became of one block that was to be stored or loaded."""
+
+    number: int
+    """Of its job."""
+    kind: Kind
+    key: Key
+    name: BlockName | None
+    """None where it was not there when it was to be loaded."""
+    reason: str
+    """Why it failed; empty where it did not."""
+    removed: Sequence[tuple[BlockName, bool]] = ()
+    """Blocks that it takes the place of, and whether the file of each is gone."""
 
 
 class FileTier:
@@ -53,31 +65,26 @@ class FileTier:
 
     def __init__(self, files: BlockFiles, folder: OwnedFolder, layout: BlockLayout, policy: CachingPolicy) -> None:
         self._files, self._folder, self._layout, self._policy = files, folder, layout, policy
+        self._faults = Faults(folder.path)
         self._there: dict[bytes, BlockName] = {}
         """By digest of the key, blocks that can be loaded."""
         self._writing: dict[bytes, BlockName] = {}
         self._loading: Counter[bytes] = Counter()
-        self._removing: dict[bytes, BlockName] = {}
-        """Blocks that were given up and whose files are not gone for certain."""
-        self._replaced: set[bytes] = set()
-        """Those of them that a block takes the place of which waits to be written: its file is made when theirs is
-        gone, so the two take room once."""
         self._dropped: set[bytes] = set()
         """Blocks that were dropped while they were being written."""
-        self._stuck = 0
-        """Files that could not be removed. They take room until the tier is opened anew."""
-        self._idle = IdleFolders((), 0.0)
         self._clock: Callable[[], float] = time.monotonic
         self._open_jobs: dict[int, int] = {}
         """By number, blocks of a job that have not ended."""
         self._ended: dict[int, tuple[list[Key], dict[Key, str]]] = defaultdict(lambda: ([], {}))
         self._results: deque[Result] = deque()
-        self._removed: deque[tuple[bytes, bool]] = deque()
+        self._removed: deque[tuple[BlockName, bool]] = deque()
+        """Blocks that none takes the place of, and whether the file of each is gone."""
         self._finished: list[Finished] = []
         self._gone: list[bytes] = []
+        """A block that was given up is among these once its file is gone."""
         self._counts: Counter[str] = Counter()
-        self._warnings = MAX_WARNINGS
         self._queue_blocks = MAX_QUEUED_BLOCKS
+        self._occupancy: Occupancy
         self._threads: IoThreads[Scratch]
 
     @classmethod
@@ -119,8 +126,12 @@ class FileTier:
             heeding = giving_up if hints is None else Hinted(giving_up, clock, block_tokens, hints)
             tier = cls(files, folder, layout, heeding)
             tier._queue_blocks, tier._clock = queue_blocks, clock
-            tier._find_blocks()
-            tier._idle = IdleFolders(idle_folders(directory, folder.path), clock())
+            found = FoundBlocks(files, layout.file_bytes, tier._counts)
+            found.take_up(heeding)
+            look = partial(idle_folders, directory, folder.path)
+            idle = IdleFolders(look(()), clock(), look)
+            tier._there, tier._occupancy = found.there, Occupancy(heeding, idle, layout.file_bytes, clock)
+            tier._occupancy.outdate(found.outdated)
         except BaseException:
             folder.close()
             raise
@@ -166,6 +177,8 @@ class FileTier:
             self._policy.hinted([digest_of_key(key) for key in chain], hints, client)
 
     def forget_hints(self) -> None:
+        self._files.lasting = False
+        self._occupancy.outdate((*self._there, *self._writing))
         if isinstance(self._policy, Hinted):
             self._policy.forget_hints()
 
@@ -188,7 +201,7 @@ class FileTier:
         wanted = [index for index in sorted(blocks) if self._is_new(digests[index])]
         wanted = self._first(wanted, self._queue_blocks - len(self._writing), "refused_queue_full")
         evicted = self._evict(len(wanted), digests)
-        wanted = self._first(wanted, self._room() + len(evicted), "refused_no_room")
+        wanted = self._first(wanted, self._occupancy.room + len(evicted), "refused_no_room")
         self._policy.stored(digests, wanted)
         if wanted:
             self._open_jobs[number] = len(wanted)
@@ -197,7 +210,7 @@ class FileTier:
             self._writing[name.key] = name
             before = evicted[place :: len(wanted)]
             self._threads.store(partial(self._write, number, chain[index], name, blocks[index], before))
-        self._replaced.update(name.key for name in evicted[: len(wanted)])
+        self._occupancy.replace(evicted[: len(wanted)])
         if not wanted:
             self._remove_later(evicted)
         return wanted
@@ -207,9 +220,10 @@ class FileTier:
         if not blocks:
             self._finished.append(Finished(number, "load", (), {}))
         for key, pieces in blocks:
-            name = self._there.get(digest_of_key(key))
+            digest = digest_of_key(key)
+            name = self._there.get(digest) or self._occupancy.evicted(digest)
             if name is None:
-                self._results.append((number, "load", key, None, "missing"))
+                self._results.append(Result(number, "load", key, None, "missing"))
                 continue
             self._loading[name.key] += 1
             self._threads.load(partial(self._read, number, key, name, pieces))
@@ -222,6 +236,8 @@ class FileTier:
                 self._dropped.add(digest)
             elif digest in self._there:
                 self._lose(digest)
+            elif self._occupancy.drop(digest):
+                self._gone.append(digest)
 
     def finished(self) -> list[Finished]:
         self._settle()
@@ -230,7 +246,7 @@ class FileTier:
 
     def usage(self) -> Usage:
         self._settle()
-        files = len(self._there) + len(self._writing) + self._leaving() + self._stuck
+        files = len(self._there) + len(self._writing) + self._occupancy.other_files
         return Usage(
             blocks=len(self._there),
             used_bytes=files * self._layout.file_bytes,
@@ -239,51 +255,29 @@ class FileTier:
             counts=dict(self._counts),
         )
 
-    def wait_idle(self) -> None:
-        self._threads.wait_idle()
+    def wait_idle(self, limit_s: float | None = None) -> bool:
+        return self._threads.wait_idle(limit_s)
 
-    def close(self) -> None:
-        """End what is being written, forget what waits, and leave the folder to the next process."""
+    def close(self, limit_s: float = MAX_HANG_S) -> None:
+        """End what is being written, forget what waits, and leave the folder to the next process. On a disk that hangs
+        all of that goes on in the background after so many seconds, and the folder stays locked as long."""
+        closing = threading.Thread(target=self._end, name="kvpolicy-files-close", daemon=True)
+        closing.start()
+        closing.join(limit_s)
+        if closing.is_alive():
+            logger.warning("kvpolicy: %s: the disk hangs; it is not waited for any longer", self._folder.path)
+
+    def _end(self) -> None:
         self._threads.close()
-        for name in self._removing.values():
+        for name in self._occupancy.leaving:
             with suppress(OSError):
                 self._files.remove(name)
         self._folder.close()
 
     # ---- what is there ----
 
-    def _find_blocks(self) -> None:
-        """Take up the blocks of an earlier process, those used last before others, as far as there is room."""
-        found: dict[bytes, tuple[BlockName, int]] = {}
-        for name, status in self._files.blocks():
-            whole = stat.S_ISREG(status.st_mode) and status.st_size == self._layout.file_bytes
-            if whole and name.key not in found:
-                found[name.key] = name, status.st_mtime_ns
-            else:
-                self._counts["found_damaged"] += 1
-                self._files.remove(name)
-        newest = sorted(found.values(), key=lambda entry: entry[1], reverse=True)
-        for name, _ in newest[self.capacity_blocks :]:
-            self._files.remove(name)
-        self._there = {name.key: name for name, _ in newest[: self.capacity_blocks]}
-        self._counts["found"] = len(self._there)
-        asked_ns: dict[bytes, int] = {}
-        for name, used_ns in reversed(newest[: self.capacity_blocks]):
-            if used_ns >= asked_ns.get(name.key, 0) + NS:
-                asked_ns.update(dict.fromkeys(self._take_up(name), used_ns))
-
-    def _take_up(self, name: BlockName) -> list[bytes]:
-        """Tell the policy of a use of a block and of those before it; return their digests."""
-        chain = {name.key: name}
-        while (parent := self._there.get(name.parent)) is not None and parent.key not in chain:
-            chain[parent.key] = name = parent
-        digests = [*reversed(chain)]
-        self._policy.asked(digests, self._policy.hits(digests))
-        self._policy.stored(digests, [index for index, digest in enumerate(digests) if digest not in self._policy])
-        return digests
-
     def _is_new(self, digest: bytes) -> bool:
-        return digest not in self._there and digest not in self._writing and digest not in self._removing
+        return not (digest in self._there or digest in self._writing or self._occupancy.is_leaving(digest))
 
     def _first(self, wanted: list[int], room: int, reason: str) -> list[int]:
         """As many of the leading ones as there is room for; the others are counted by the reason."""
@@ -291,55 +285,29 @@ class FileTier:
         self._counts[reason] += len(wanted) - len(taken)
         return taken
 
-    def _free(self) -> int:
-        """Blocks that there is room for without giving up any; negative where there are too many."""
-        idle = -(-self._idle.used_bytes // self._layout.file_bytes)
-        return self.capacity_blocks - len(self._policy) - self._stuck - self._leaving() - idle
-
-    def _room(self) -> int:
-        """Blocks that a store may bring without giving up any.
-
-        Folders that others may have yet to claim take room, but what they exceed the bound by is not made up for by
-        blocks of this tier: ranks that start together would give up what they had for one another's folders. A new
-        block takes the place of one of its own until then, and the bytes in the directory do not grow.
-        """
-        free = self._free()
-        if not self._idle.may_be_claimed(self._clock()):
-            return free
-        return max(free, min(0, self.capacity_blocks - len(self._policy) - self._stuck - self._leaving()))
-
-    def _leaving(self) -> int:
-        """Files that are being removed and take room of their own meanwhile."""
-        return len(self._removing) - len(self._replaced)
-
     def _evict(self, wanted: int, digests: Sequence[bytes]) -> list[BlockName]:
-        """Give up blocks so that ``wanted`` further ones have room, none of those of the prompt. Where there are
-        folders of processes that are gone, and that nobody is about to claim, they are given up instead, and there is
-        room later. Where all blocks would make no room, because what cannot be removed takes it, none is."""
-        room = self._room()
-        excess = wanted - room
-        if excess <= 0:
+        """Give up blocks for ``wanted`` further ones, none of those of the prompt; see :meth:`Occupancy.evict`."""
+        if wanted <= self._occupancy.room:
             return []
-        if self._idle.any:
-            self._clear_idle()
-            if not self._idle.may_be_claimed(self._clock()):
-                return []
-        if room + len(self._policy) <= 0:
-            return []
+        self._tend_idle(short=True)
         protected = {*digests, *self._writing, *self._loading}
-        evicted = [
-            self._there.pop(digest) for digest in self._policy.evict(excess, protected) if isinstance(digest, bytes)
-        ]
+        evicted = [self._there.pop(digest) for digest in self._occupancy.evict(wanted, protected)]
         self._counts["evicted"] += len(evicted)
-        self._gone += [name.key for name in evicted]
-        self._removing.update((name.key, name) for name in evicted)
+        self._occupancy.leave(evicted, evicted=True)
         return evicted
 
-    def _clear_idle(self) -> None:
-        """Let the folders of processes that are gone make room, in the background."""
-        task = self._idle.next_task(self._clock())
+    def _tend_idle(self, short: bool) -> None:
+        """In the background, let the folders of processes that are gone make room where it is short, and look now and
+        then which have come to it since."""
+        idle, now_s = self._occupancy.idle, self._clock()
+        if short:
+            self._begin(idle.next_task(now_s), "an unused folder was not cleared")
+        self._begin(idle.next_look(now_s, self._faults.disk_is_full), "")
+
+    def _begin(self, task: Task | None, what: str) -> None:
+        """``what``: what is logged where it fails."""
         if task is not None:
-            self._threads.store(lambda scratch: task(partial(self._reason, "an unused folder was not cleared")))
+            self._threads.store(lambda scratch: task(partial(self._faults.reason, what)))
 
     def _lose(self, digest: bytes) -> None:
         """A block is of no use any more; its file is removed."""
@@ -348,35 +316,45 @@ class FileTier:
         self._remove_later([self._there.pop(digest)])
 
     def _remove_later(self, names: Sequence[BlockName]) -> None:
-        self._removing.update((name.key, name) for name in names)
+        self._occupancy.leave(names)
         for name in names:
-            self._threads.store(partial(self._remove, name))
+            self._threads.store(partial(self._remove_alone, name))
 
     def _settle(self) -> None:
         """Take over what the threads have done."""
-        self._counts["cleared_folders"] += self._idle.settle()
-        if self._idle.any and self._free() < 0:
-            self._clear_idle()
+        self._counts["cleared_folders"] += self._occupancy.idle.settle(self._clock())
         while self._results:
-            number, kind, key, name, reason = self._results.popleft()
+            number, kind, key, name, reason, removed = self._results.popleft()
             if name is None:
                 self._counts[f"missed_{reason}"] += 1
             else:
                 (self._stored if kind == "store" else self._loaded)(name, reason)
-            done, failed = self._ended[number]
-            if reason:
-                failed[key] = reason
-            else:
-                done.append(key)
-            self._open_jobs[number] -= 1
-            if not self._open_jobs[number]:
-                del self._open_jobs[number], self._ended[number]
-                self._finished.append(Finished(number, kind, tuple(done), failed))
-        while self._removed:  # after the results, so that a file which was not removed counts once its write has failed
-            digest, gone = self._removed.popleft()
-            self._removing.pop(digest, None)
-            self._replaced.discard(digest)
-            self._stuck += not gone
+            for block, gone in removed:  # once the write has failed for which one is there again
+                self._left(block, gone)
+            self._ended_one(number, kind, key, reason)
+        while self._removed:
+            self._left(*self._removed.popleft())
+        self._tend_idle(short=self._occupancy.free < 0 or self._faults.disk_is_full)
+
+    def _ended_one(self, number: int, kind: Kind, key: Key, reason: str) -> None:
+        """One block of a job has ended."""
+        done, failed = self._ended[number]
+        if reason:
+            failed[key] = reason
+        else:
+            done.append(key)
+        self._open_jobs[number] -= 1
+        if not self._open_jobs[number]:
+            del self._open_jobs[number], self._ended[number]
+            self._finished.append(Finished(number, kind, tuple(done), failed))
+
+    def _left(self, name: BlockName, gone: bool) -> None:
+        """The file of a block that was to be removed is gone, or cannot be removed."""
+        was_evicted = self._occupancy.left(name, gone)
+        if was_evicted and gone:
+            self._gone.append(name.key)
+        elif was_evicted:
+            self._there[name.key] = name
 
     def _stored(self, name: BlockName, reason: str) -> None:
         del self._writing[name.key]
@@ -384,7 +362,9 @@ class FileTier:
         if reason:
             self._policy.lost(name.key)
             self._dropped.discard(name.key)
+            self._occupancy.failed()
             return
+        self._faults.disk_is_full = False
         self._there[name.key] = name
         if name.key in self._dropped:
             self._dropped.discard(name.key)
@@ -404,39 +384,25 @@ class FileTier:
     def _write(
         self, number: int, key: Key, name: BlockName, pieces: Pieces, evicted: Sequence[BlockName], scratch: Scratch
     ) -> None:
-        removed = [self._remove(block, scratch) for block in evicted]
+        removed = [(block, self._remove(block)) for block in evicted]
         reason = "not_removed"
-        if all(removed):
-            reason = self._reason("a block was not stored", lambda: self._files.write(name, pieces, scratch))
-        self._results.append((number, "store", key, name, reason))
+        if all(gone for _, gone in removed):
+            write = partial(self._files.write, name, pieces, scratch)
+            reason = self._faults.reason("a block was not stored", write)
+        self._results.append(Result(number, "store", key, name, reason, removed))
 
     def _read(self, number: int, key: Key, name: BlockName, pieces: Pieces, scratch: Scratch) -> None:
-        reason = self._reason("a block was not loaded", lambda: self._files.read(name, pieces, scratch))
+        read = partial(self._files.read, name, pieces, scratch)
+        reason = self._faults.reason("a block was not loaded", read)
         if not reason:
-            self._reason("", lambda: self._files.mark_used(name))
-        self._results.append((number, "load", key, name, reason))
+            self._faults.reason("", lambda: self._files.mark_used(name))
+        self._results.append(Result(number, "load", key, name, reason))
 
-    def _remove(self, name: BlockName, scratch: Scratch) -> bool:
-        reason = self._reason("a block was not removed", lambda: self._files.remove(name))
-        self._removed.append((name.key, not reason))
-        return not reason
+    def _remove(self, name: BlockName) -> bool:
+        return not self._faults.reason("a block was not removed", lambda: self._files.remove(name))
 
-    def _reason(self, what: str, action: Callable[[], None]) -> str:
-        """Why the action failed; empty where it did not."""
-        try:
-            action()
-        except FileNotFoundError:
-            return "missing"
-        except Damaged as error:
-            return error.reason
-        # The boundary between a medium and a server: whatever happens to files, the request is recomputed.
-        except Exception as error:  # noqa: BLE001
-            if what and self._warnings > 0:
-                self._warnings -= 1
-                more = "" if self._warnings else "; further ones are only counted"
-                logger.warning("kvpolicy: %s in %s: %s%s", what, self._folder.path, error, more)
-            return "io_error"
-        return ""
+    def _remove_alone(self, name: BlockName, scratch: Scratch) -> None:
+        self._removed.append((name, self._remove(name)))
 
 
 def _complain(policy: str, folder: Path, failed: Callable[[str], None], method: str) -> None:

@@ -46,10 +46,10 @@ class IoThreads(Generic[State]):
             queue.append(task)
             self._changed.notify_all()
 
-    def wait_idle(self) -> None:
-        """Wait until every task has ended."""
+    def wait_idle(self, limit_s: float | None = None) -> bool:
+        """Wait until every task has ended, for so many seconds at most; whether they have."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._loads or self._stores or self._running))
+            return self._changed.wait_for(lambda: not (self._loads or self._stores or self._running), limit_s)
 
     def close(self) -> None:
         """End the tasks that run, and no others. Waits for them."""

@@ -130,6 +130,73 @@ def test_workers_hear_what_requests_say_of_their_windows() -> None:
     assert core.index.take_jobs() == (False, (), (), ())
 
 
+def test_a_block_that_a_rank_gives_up_while_others_of_its_store_are_written_is_not_there() -> None:
+    core = Core()
+    blocks = core.save(CHAIN)
+    ((job,), _) = core.jobs()
+    core.index.acknowledge([FileReport(gone=(digest_of_key(b"b"),))])
+    core.report(job)
+    assert core.index.leading(CHAIN) == core.index.leading([b"c"]) == 1 and core.index.leading([b"b"]) == 0
+    assert core.counts["stored"] == 3 and core.counts["refused"] == core.counts["store_failed"] == 0
+    core.index.saved(blocks)
+    ((job,), _) = core.jobs()
+    assert job.keys == (b"b",), "it can be stored again"
+    core.report(job)
+    assert core.index.leading(CHAIN) == 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_that_one_rank_gives_up_before_the_other_one_has_stored_it_is_not_there(late: bool) -> None:
+    core = Core()
+    core.save(CHAIN)
+    ((job,), _) = core.jobs()
+    core.now = MAX_WAIT_S * late
+    core.index.note_late()
+    core.index.acknowledge([FileReport(job.number), FileReport(gone=(digest_of_key(b"a"),))])
+    core.index.acknowledge([FileReport(job.number)])
+    assert core.index.leading(CHAIN) == 0 and core.index.leading(CHAIN[1:]) == 2
+    assert core.pool.used == 0 and not core.index._of_digest
+
+
+def test_a_block_that_is_given_up_while_others_of_its_load_are_read_is_in_host_memory_alone() -> None:
+    core = Core()
+    core.stored()
+    core.drop_from_host()
+    core.index.fetch(CHAIN, 0, 3)
+    (_, (job,)) = core.jobs()
+    core.index.acknowledge([FileReport(gone=(digest_of_key(b"a"),))])
+    core.report(job)
+    assert core.pool.leading(CHAIN) == 3 and core.counts["loaded"] == 3
+    assert core.index.leading(CHAIN) == 0 and core.index.leading(CHAIN[1:]) == 2
+
+
+def test_what_ranks_have_moved_is_told_by_direction() -> None:
+    """Of a block that one rank has already the other one writes its part alone."""
+    core, moved = Core(), list[tuple[str, int]]()
+    core.index.moved = lambda direction, blocks: moved.append((direction, blocks))
+    core.save(CHAIN)
+    ((job,), _) = core.jobs()
+    core.index.acknowledge([FileReport(job.number, moved=3), FileReport(job.number, moved=1)])
+    core.drop_from_host()
+    core.index.fetch(CHAIN, 0, 2)
+    (_, (job,)) = core.jobs()
+    core.index.acknowledge([FileReport(job.number, moved=2), FileReport(job.number, moved=2), FileReport(ready=True)])
+    assert moved == [("write", 3), ("write", 1), ("read", 2), ("read", 2)]
+
+
+def test_after_a_store_that_failed_none_is_tried_for_a_while() -> None:
+    """As on a disk that has turned read-only, or on that of one rank: others would give up blocks in vain."""
+    core = Core()
+    core.save([b"a"])
+    ((job,), _) = core.jobs()
+    core.report(job, failed=[b"a"])
+    core.save([b"b"])
+    assert core.jobs() == ([], []) and core.counts == {"store_failed": 1, "refused": 1, "stored": 0}
+    core.now += RENEWED_S
+    core.stored([b"c"])
+    assert core.index.leading([b"c"]) == 1
+
+
 def test_files_hold_at_most_a_share_of_the_slots() -> None:
     core = Core()
     chain = [b"%d" % number for number in range(SLOTS)]

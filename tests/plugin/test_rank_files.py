@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 
 from kvpolicy.caching import ByCost
@@ -20,11 +22,14 @@ from kvpolicy.tiers import FileTier, LastingTier, Tier, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport, Job, StepJobs
-from kvpolicy_vllm.plugin.rank_files import FOUND_AT_ONCE, RankFiles
+from kvpolicy_vllm.plugin.rank_files import FOUND_AT_ONCE, RankFiles, host_rows
 from tests.snippets import shown
+from tests.tiers.blocks import await_closing
+from tests.tiers.test_file_tier import Gate
 
 SEGMENTS, BLOCKS, ELEMENTS = 3, 6, 512
 BLOCK_BYTES = SEGMENTS * ELEMENTS * 2
+PATIENCE_S = 600.0
 
 
 def copier(kind: type = IndexingCopier) -> IndexingCopier:
@@ -59,9 +64,9 @@ def test_blocks_go_to_files_and_come_back_to_other_slots(rank: tuple[RankFiles, 
     files, device = rank
     store = FileJob(1, (b"b", b"c"), (1, 2), (b"a", b"b", b"c"))
     files.begin(StepJobs(1, file_stores=(store,), file_events=(FileEvent((b"a", b"b", b"c")),)))
-    assert reports(files) == [FileReport(1)]
+    assert reports(files) == [FileReport(1, moved=2)]
     files.begin(StepJobs(2, file_loads=(FileJob(2, (b"c", b"b"), (5, 6)),)))
-    assert reports(files) == [FileReport(2)]
+    assert reports(files) == [FileReport(2, moved=2)]
     device.load(Job(2, "r", (4, 5), (5, 6)))
     assert [load.ok for load in device.poll()] == [True]
     for number, segment in enumerate(device.device_segments):
@@ -160,17 +165,20 @@ def test_a_prompt_that_comes_again_as_its_session_ends_goes_first_no_longer(tmp_
     files.close()
 
 
-def test_what_is_there_already_counts_as_stored(rank: tuple[RankFiles, IndexingCopier]) -> None:
+def test_what_is_there_already_counts_as_stored_and_not_as_written(rank: tuple[RankFiles, IndexingCopier]) -> None:
     files, _ = rank
-    for number in (1, 2):
-        files.begin(StepJobs(number, file_stores=(FileJob(number, (b"a",), (0,), (b"a",)),)))
-        assert reports(files) == [FileReport(number)]
+    chain, found = (b"a", b"b"), []
+    for number, blocks in enumerate((1, 2, 2), 1):
+        job = FileJob(number, chain[:blocks], tuple(range(blocks)), chain[:blocks])
+        files.begin(StepJobs(number, file_stores=(job,)))
+        found += reports(files)
+    assert found == [FileReport(1, moved=1), FileReport(2, moved=1), FileReport(3)]
 
 
 def test_a_slot_that_holds_no_whole_block_is_not_stored(rank: tuple[RankFiles, IndexingCopier]) -> None:
     files, _ = rank
     files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b"), (0, 7), (b"a", b"b")),)))
-    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"b"),))]
+    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"b"),), moved=1)]
 
 
 def test_what_there_is_no_room_for_is_refused_and_has_not_failed(tmp_path: Path) -> None:
@@ -181,7 +189,7 @@ def test_what_there_is_no_room_for_is_refused_and_has_not_failed(tmp_path: Path)
     files = RankFiles(tier, device)
     assert files.reports() == [FileReport(ready=True)]
     files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b", b"c"), (0, 1, 7), (b"a", b"b", b"c")),)))
-    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"c"),), refused=(digest_of_key(b"b"),))]
+    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"c"),), refused=(digest_of_key(b"b"),), moved=1)]
     files.close()
 
 
@@ -190,7 +198,7 @@ def test_jobs_that_are_given_twice_are_done_once(rank: tuple[RankFiles, Indexing
     jobs = StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),))
     files.begin(jobs)
     files.begin(jobs)
-    assert reports(files) == [FileReport(1)]
+    assert reports(files) == [FileReport(1, moved=1)]
 
 
 def test_loads_into_memory_that_was_replaced_have_failed(rank: tuple[RankFiles, IndexingCopier]) -> None:
@@ -206,6 +214,42 @@ def test_loads_into_memory_that_was_replaced_have_failed(rank: tuple[RankFiles, 
     assert reports(files) == [FileReport(4, failed=(digest_of_key(b"c"),))], "the new slots hold nothing"
 
 
+def test_memory_is_replaced_though_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes from it later goes to the old memory, and counts as failed."""
+    device, other = copier(), copier()
+    device.save(Job(1, "r", (0,), (0,)))
+    files = RankFiles(opened(tmp_path), device, hang_s=0.01)
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),)))
+    reports(files)
+    gate, new = Gate(monkeypatch, "readv"), [rows.copy() for rows in host_rows(other)]
+    files.begin(StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),)))
+    gate.began.wait()
+    replacing = threading.Thread(target=files.copy_with, args=(other,), daemon=True)
+    replacing.start()
+    replacing.join(PATIENCE_S)
+    assert not replacing.is_alive() and files.reports() == []
+    del device
+    gate.open()
+    assert reports(files) == [FileReport(2, failed=(digest_of_key(b"a"),), moved=1)]
+    assert not other.holds(5) and all(map(np.array_equal, host_rows(other), new))
+    files.close()
+
+
+def test_the_end_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = copier()
+    device.save(Job(1, "r", (0,), (0,)))
+    files = RankFiles(opened(tmp_path), device, hang_s=0.01)
+    gate = Gate(monkeypatch, "writev")
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),)))
+    gate.began.wait()
+    closing = threading.Thread(target=files.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    gate.open()
+    await_closing()
+
+
 def test_a_load_waits_for_a_save_that_is_still_being_written_to_its_slot(tmp_path: Path) -> None:
     device, now_s = copier(), [0.0]
     device._clock, device._link = lambda: now_s[0], SimulatedLink(bytes_per_s=BLOCK_BYTES)
@@ -214,7 +258,7 @@ def test_a_load_waits_for_a_save_that_is_still_being_written_to_its_slot(tmp_pat
     now_s[0] = 1.0
     device.poll()
     files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),)))
-    assert reports(files) == [FileReport(1), FileReport(ready=True)]
+    assert reports(files) == [FileReport(1, moved=1), FileReport(ready=True)]
     device.save(Job(2, "r", (1,), (5,)))  # its content leaves the slot at once, before the copy has ended
     load = StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),))
     files.begin(load)
@@ -222,7 +266,7 @@ def test_a_load_waits_for_a_save_that_is_still_being_written_to_its_slot(tmp_pat
     now_s[0] = 2.0
     device.poll()
     files.begin(load)
-    assert reports(files) == [FileReport(2)]
+    assert reports(files) == [FileReport(2, moved=1)]
     device.load(Job(3, "r", (4,), (5,)))
     assert (device.device_segments[0][4] == 1).all(), "block 0, from the file"
     files.close()
@@ -237,12 +281,19 @@ def test_what_an_earlier_server_left_is_reported_in_parts(tmp_path: Path, monkey
     first.close()
     assert FOUND_AT_ONCE > 2
     monkeypatch.setattr("kvpolicy_vllm.plugin.rank_files.FOUND_AT_ONCE", 2)
+    digests = {digest_of_key(key): key for key in (b"a", b"b", b"c")}
     second = RankFiles(opened(tmp_path), copier())
     told = [*second.reports(), *second.reports()]
     assert [(len(report.found), report.ready) for report in told] == [(2, False), (1, True)]
-    assert {*told[0].found, *told[1].found} == {digest_of_key(key) for key in (b"a", b"b", b"c")}
+    assert {*told[0].found, *told[1].found} == digests.keys()
     assert second.reports() == []
     second.close()
+    third = RankFiles(opened(tmp_path), copier())
+    (part,) = third.reports()
+    (last,) = digests.keys() - {*part.found}
+    third._tier.drop([digests[last]])
+    assert third.reports() == [FileReport(ready=True), FileReport(gone=(last,))], "it has left before it was reported"
+    third.close()
 
 
 def test_files_go_by_the_prices_of_the_step(tmp_path: Path) -> None:
@@ -266,10 +317,10 @@ def test_a_caching_policy_that_fails_is_reported_once(tmp_path: Path) -> None:
     files = RankFiles(tier, device, failures)
     assert files.reports() == [FileReport(ready=True)]
     files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),)))
-    assert reports(files) == [FileReport(1)]
+    assert reports(files) == [FileReport(1, moved=1)]
     files.begin(StepJobs(2, file_stores=(FileJob(2, (b"b",), (1,), (b"b",)),)))
     gone = FileReport(gone=(digest_of_key(b"a"),))
-    assert reports(files) == [FileReport(2), gone, FileReport(policy_failed="evict")]
+    assert reports(files) == [FileReport(2, moved=1), gone, FileReport(policy_failed="evict")]
     assert reports(files) == []
     files.close()
 
@@ -285,9 +336,9 @@ def test_the_tier_that_a_document_shows_takes_the_place_of_files() -> None:
     files, chain = RankFiles(tier, device), (b"a", b"b", b"c")
     assert files.reports() == [FileReport(ready=True)]
     files.begin(StepJobs(1, file_stores=(FileJob(1, chain, (0, 1, 2), chain),), file_events=(FileEvent(chain),)))
-    assert reports(files) == [FileReport(1, refused=(digest_of_key(b"c"),))]
+    assert reports(files) == [FileReport(1, refused=(digest_of_key(b"c"),), moved=2)]
     files.begin(StepJobs(2, file_loads=(FileJob(2, (b"b", b"c"), (5, 6)),)))
-    assert reports(files) == [FileReport(2, failed=(digest_of_key(b"c"),))]
+    assert reports(files) == [FileReport(2, failed=(digest_of_key(b"c"),), moved=1)]
     device.load(Job(2, "r", (4,), (5,)))
     assert [load.ok for load in device.poll()] == [True]
     assert all((segment[4] == 11 + number).all() for number, segment in enumerate(device.device_segments))

@@ -73,6 +73,13 @@ def when_closing(threads: IoThreads[Any], action: Callable[[], object]) -> threa
     return waiting
 
 
+def await_closing() -> None:
+    """Until tiers that were closed on a disk that hung have ended."""
+    for thread in threading.enumerate():
+        if thread.name == "kvpolicy-files-close":
+            thread.join()
+
+
 def files_of(directory: Path) -> list[Path]:
     """All block files below a directory."""
     return sorted(path for path in directory.rglob("*-*") if len(path.name) == 81)

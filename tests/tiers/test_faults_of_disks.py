@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,20 @@ from typing import Any
 import pytest
 
 from kvpolicy.tiers import block_files
-from tests.tiers.blocks import FILE_BYTES, bytes_of, files_of, load, opened, store
+from kvpolicy.tiers.owned_folder import OwnedFolder
+from tests.tiers.blocks import (
+    BLOCK_BYTES,
+    FILE_BYTES,
+    NAMESPACE,
+    await_closing,
+    bytes_of,
+    content,
+    files_of,
+    load,
+    opened,
+    store,
+)
+from tests.tiers.test_file_tier import Gate
 
 CHAIN = [b"%d" % number for number in range(6)]
 PATIENCE_S = 600.0
@@ -175,3 +189,27 @@ def test_folders_that_are_removed_while_it_serves(tmp_path: Path) -> None:
     assert load(tier, CHAIN) == dict.fromkeys(CHAIN, "missing")
     assert set(store(tier, CHAIN).values()) == {"missing"} and tier.lookup(CHAIN) == 0
     tier.close()
+
+
+def test_the_end_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder is nobody else's as long as something may be written to it, and is left as ever when the disk goes
+    on."""
+    tier = opened(tmp_path, threads=2)
+    gate = Gate(monkeypatch, "writev")
+    tier.store(1, [b"a", b"b"], {0: [content(b"a")], 1: [content(b"b")]})
+    gate.began.wait()
+    closing = threading.Thread(target=tier.close, args=(0.01,), daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive() and "the disk hangs" in caplog.text
+    beside = OwnedFolder.claim(tmp_path, NAMESPACE, BLOCK_BYTES)
+    assert beside.path.name == "1" and tier.directory.name == "0"
+    beside.close()
+    gate.open()
+    await_closing()
+    again = opened(tmp_path)
+    assert again.directory == tier.directory and not list(again.directory.glob("writing/*"))
+    assert again.lookup([b"a", b"b"]) == 1 and load(again, [b"a"]) == {}
+    again.close()

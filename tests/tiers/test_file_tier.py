@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, FileTier, block_files, digest_of_key, idle_folders
 from kvpolicy.tiers.block_format import PAGE, aligned_memory
-from kvpolicy.tiers.idle_folders import ASK_AGAIN_S, CLAIMED_S
+from kvpolicy.tiers.idle_folders import ASK_AGAIN_S, CLAIMED_S, LOOK_AGAIN_S
 from tests.tiers.blocks import (
     BLOCK_BYTES,
     FILE_BYTES,
@@ -302,21 +303,22 @@ def test_several_stores_give_up_no_more_than_they_bring_however_long_removing_ta
     tier.close()
 
 
-def test_blocks_whose_files_cannot_be_removed_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_dropped_and_cannot_be_removed_takes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = opened(tmp_path, blocks=2)
     store(tier, [b"a"], 1)
     store(tier, [b"b"], 2)
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError("read-only")
+        raise PermissionError("immutable")
 
     with monkeypatch.context() as patch:
         patch.setattr(block_files.os, "unlink", refuse)
-        assert store(tier, [b"c"], 3) == {b"c": "not_removed"}
+        tier.drop([b"a"])
+        tier.wait_idle()
     assert tier.usage().used_bytes == bytes_of(tmp_path) == 2 * FILE_BYTES
-    assert tier.lookup([b"a"]) + tier.lookup([b"b"]) == 1
+    assert tier.lookup([b"a"]) == 0 and tier.lookup([b"b"]) == 1 and tier.take_gone() == [digest_of_key(b"a")]
     assert store(tier, [b"d"], 4) == {}
-    assert bytes_of(tmp_path) == 2 * FILE_BYTES and tier.lookup([b"d"]) == 1
+    assert bytes_of(tmp_path) == 2 * FILE_BYTES and tier.lookup([b"d"]) == 1 and tier.lookup([b"b"]) == 0
     tier.close()
 
 
@@ -396,11 +398,11 @@ def test_no_folder_is_cleared_before_others_that_start_have_claimed_theirs(tmp_p
     second = opened(tmp_path, blocks=3, namespace=of_rank[1], clock=clock)
     assert [tier.directory.name for tier in (first, second)] == ["0", "0"]
     assert second.lookup(CHAIN) == 3 and load(second, CHAIN) == {}
-    assert first._idle.any
+    assert first._occupancy.idle.any
     clock.now_s = ASK_AGAIN_S
     assert store(first, [b"e"], 2) == {}, "and it is looked who has claimed"
     clock.now_s = CLAIMED_S
-    assert store(first, [b"f"], 3) == {} and first.lookup([b"f"]) == 1 and not first._idle.any
+    assert store(first, [b"f"], 3) == {} and first.lookup([b"f"]) == 1 and not first._occupancy.idle.any
     assert second.lookup(CHAIN) == 3 and not first.usage().counts["cleared_folders"]
     assert first.usage().blocks == 3 and bytes_of(tmp_path) == 6 * FILE_BYTES
     for tier in (first, second):
@@ -417,7 +419,7 @@ def test_a_full_tier_stores_right_after_a_start_in_the_place_of_its_own_blocks(t
         store(before, [key], number)
     before.close()
     tier = opened(tmp_path, blocks=4, clock=clock)
-    assert tier._free() == -1
+    assert tier._occupancy.free == -1
     for number in range(1, 6):
         clock.now_s += ASK_AGAIN_S
         key = b"new %d" % number
@@ -442,6 +444,59 @@ def test_a_tier_that_has_nothing_to_give_up_waits_until_folders_are_cleared(tmp_
     clock.now_s = CLAIMED_S
     assert tier.store(2, [b"d"], {0: [content(b"d")]}) == [] and ended(tier) == []
     assert store(tier, [b"d"], 3) == {} and bytes_of(tmp_path) == FILE_BYTES
+    tier.close()
+
+
+def test_a_folder_that_another_server_leaves_comes_to_count_and_makes_room(tmp_path: Path) -> None:
+    """As where a new server starts before the old one has ended, which nobody starts again."""
+    clock, before = Clock(), opened(tmp_path, blocks=4)
+    store(before, [*CHAIN, b"d"])
+    tier = opened(tmp_path, blocks=4, clock=clock)
+    before.close()
+    assert store(tier, [b"1", b"2", b"3", b"4"]) == {} and bytes_of(tmp_path) == 8 * FILE_BYTES
+    clock.now_s = LOOK_AGAIN_S
+    found = looked(tier)
+    assert found == 4 * FILE_BYTES
+    clock.now_s += CLAIMED_S - 1
+    assert store(tier, [b"5"], 2) == {} and bytes_of(tmp_path) == 8 * FILE_BYTES, "in the place of one of its own"
+    clock.now_s += 1
+    tier.finished()
+    tier.wait_idle()
+    assert files_of(before.directory) == [] and bytes_of(tmp_path) == 4 * FILE_BYTES
+    assert store(tier, [b"6"], 3) == {} and tier.usage().counts["cleared_folders"] == 1
+    assert tier.usage().blocks == 4 and bytes_of(tmp_path) == 4 * FILE_BYTES
+    tier.close()
+
+
+def looked(tier: FileTier) -> int:
+    """Bytes in folders that no process owns, after it was looked for them if that is due."""
+    for _ in range(2):
+        tier.finished()
+        tier.wait_idle()
+    return tier._occupancy.idle.used_bytes
+
+
+def test_a_full_disk_is_cleared_of_such_folders_far_below_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked for them at once, and they are left alone for five minutes as ever."""
+    clock, before = Clock(), opened(tmp_path)
+    store(before, CHAIN)
+    tier = opened(tmp_path, blocks=100, clock=clock)
+    before.close()
+
+    def fail(*_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.os, "writev", fail)
+        assert looked(tier) == 0
+        assert store(tier, [b"d"]) == {b"d": "io_error"} and looked(tier) == 3 * FILE_BYTES
+        clock.now_s = CLAIMED_S - 1
+        assert looked(tier) == bytes_of(tmp_path) == 3 * FILE_BYTES
+        clock.now_s = CLAIMED_S
+        assert looked(tier) == bytes_of(tmp_path) == 0
+    assert store(tier, [b"d"], 2) == {}
     tier.close()
 
 

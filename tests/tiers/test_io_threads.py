@@ -63,3 +63,14 @@ def test_what_waits_is_forgotten_at_the_end_and_what_runs_ends() -> None:
     threads.close()
     going_on.join()
     assert done == ["ran"]
+
+
+def test_who_waits_until_nothing_is_under_way_may_stop_waiting() -> None:
+    go_on, threads = threading.Event(), IoThreads[None](2, lambda: None)
+    threads.start()
+    assert threads.wait_idle(0.01)
+    threads.store(lambda _: go_on.wait())
+    assert not threads.wait_idle(0.01)
+    go_on.set()
+    assert threads.wait_idle()
+    threads.close()

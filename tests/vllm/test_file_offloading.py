@@ -330,6 +330,19 @@ def test_after_a_reset_nothing_old_is_found_here_and_nothing_new_elsewhere(serve
     assert servers().serve(keys_of("c", 4)) == 0
 
 
+def test_what_was_stored_before_a_reset_goes_first(servers: Any) -> None:
+    """Files for twenty chunks, sixteen of which two requests have used by then."""
+    server = servers(settings={"eviction_policy": "lfu"})
+    for _ in range(2):
+        for name in "abcd":
+            server.serve(keys_of(name, 4))
+    server.manager.reset_cache()
+    for name in "efgh":
+        server.serve(keys_of(name, 4))
+    assert server.tier.tier.usage().counts["evicted"] == 12 and server.tier.tier.usage().blocks == 20
+    assert [server.serve(keys_of(name, 4)) for name in "efgh"] == [4, 4, 4, 4]
+
+
 def test_settings_of_memory_and_batches_share_the_files(servers: Any) -> None:
     first = servers()
     first.serve(keys_of("a", 3))

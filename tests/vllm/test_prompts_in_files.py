@@ -39,7 +39,7 @@ class Rank(alone.Worker):
             self.resets += jobs.forget_hints
             self.hints += [event for event in jobs.file_events if event.hints is not None]
             self.now_s += self.load_s * len(jobs.file_loads)
-            self.reports += [FileReport(job.number) for job in (*jobs.file_stores, *jobs.file_loads)]
+            self.reports += [FileReport(job.number, moved=len(job.keys)) for job in jobs.file_stores + jobs.file_loads]
         copies = output.kv_connector_worker_meta or Transfers()
         output.kv_connector_worker_meta, self.reports = Transfers(copies.done, self.reports), []
         return output

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvpolicy.caching import KINDS
+from kvpolicy_vllm.plugin import file_index
 from kvpolicy_vllm.plugin.file_index import SHARE, FileIndex
 from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport
@@ -81,6 +82,7 @@ def served(
     below = {"cache_files": str(folder), "cache_files_policy": FILE_POLICIES[setup.seed % len(FILE_POLICIES)]}
     patch.setenv("PYTHONHASHSEED", "0")
     patch.setattr(fuzz, "SymbolicWorker", worker)
+    patch.setattr(file_index, "RENEWED_S", 10 * fuzz.STEP_S)  # after a store that failed others are tried soon
     patch.setattr(harness, "plugin", lambda policy, **more: plugin(policy, **more | below))
     made = fuzz.Schedule(setup, model)
     controller, rng = made.scheduler.kvpolicy, random.Random(f"hints {setup.seed}")
@@ -96,6 +98,7 @@ def served(
         files.acknowledge(held_back.withheld)
     problems = [*made.problems()]
     left = {"slots": files._held, "jobs": files._under, "stores": files._storing, "loads": files._coming}
+    left["contents"] = files._of_digest
     problems += [f"{what} of files left: {value}" for what, value in left.items() if value]
     counted = {name: harness.total(controller.stats(), name) for name in ("hints_failed", "cache_undecided")}
     return problems + [f"counted {name}" for name, count in counted.items() if count], made

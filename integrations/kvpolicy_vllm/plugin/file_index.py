@@ -41,6 +41,8 @@ class Under:
     reports: int = 0
     failed: set[bytes] = field(default_factory=set)
     refused: set[bytes] = field(default_factory=set)
+    gone: set[bytes] = field(default_factory=set)
+    """Digests of its blocks that some rank, as it has said since this began, has no more."""
     stale: bool = False
     """Whether there was a reset since it began."""
 
@@ -67,6 +69,8 @@ class FileIndex:
         """Contents that are to be saved to host memory for files, since the step began."""
         self._coming: dict[bytes, Under] = {}
         """Loads by the keys of their contents."""
+        self._of_digest: dict[bytes, list[Under]] = {}
+        """Stores and loads, late ones too, by the digests of their contents' keys."""
         self._ready = 0
         """Ranks that have."""
         self._numbers = 0
@@ -78,12 +82,14 @@ class FileIndex:
         self._loads: list[FileJob] = []
         self._fail_until_s = -inf
         """After a store that failed and of which nothing was stored, as on a full disk: when another may be worth
-        saving for. One that was refused has not failed, nor has one that began before a reset."""
+        trying. One that was refused has not failed, nor has one that began before a reset."""
         self.worth_storing: Callable[[int], bool] = lambda blocks: True
         """Whether blocks of a chain of so many blocks are stored: where reading and loading all of them would cost more
         than computing them, none is."""
         self.worth_saving = self.worth_storing
         """Whether they are, where they have to be saved to host memory before."""
+        self.moved: Count = lambda direction, blocks: None
+        """Called with ``write`` or ``read``, and how many blocks a rank has moved so."""
         self.policy_failed: Callable[[str], None] = lambda method: None
         """Called with the name of its method where the caching policy of a rank's files has failed."""
 
@@ -173,7 +179,7 @@ class FileIndex:
         return key not in self._storing and self._there.get(digest_of_key(key), 0) < self._ranks
 
     def _store(self, run: list[HostBlock]) -> None:
-        room = max(0, self._store_room())
+        room = max(0, self._store_room()) if self._clock() >= self._fail_until_s else 0
         self._count("refused", len(run[room:]))
         run = run[:room]
         if not run:
@@ -276,6 +282,7 @@ class FileIndex:
             of = self._late if report.number in self._late else self._under
             under = of.get(report.number)
             if under is not None:
+                self.moved("read" if under.chain else "write", report.moved)
                 under.failed.update(report.failed)
                 under.refused.update(report.refused)
                 under.reports += 1
@@ -284,6 +291,8 @@ class FileIndex:
                     self._settle(under)
             for digest in report.gone:
                 self._there.pop(digest, None)
+                for under in self._of_digest.get(digest, ()):
+                    under.gone.add(digest)
 
     def forget(self) -> None:
         """The keys stand for other contents from now on, as after a change of weights: nothing that was stored is
@@ -307,6 +316,8 @@ class FileIndex:
         self._numbers += 1
         self._under[self._numbers] = under
         self._held += len(under.blocks)
+        for key in under.keys:
+            self._of_digest.setdefault(digest_of_key(key), []).append(under)
         slots = tuple(block.slot for block in under.blocks if block.slot is not None)
         jobs.append(FileJob(self._numbers, under.keys, slots, chain))
 
@@ -316,13 +327,18 @@ class FileIndex:
         digests = [digest_of_key(key) for key in under.keys]
         lost = under.failed | under.refused
         done = [digest not in lost for digest in digests]
+        for digest, ok in zip(digests, done, strict=True):
+            self._of_digest[digest].remove(under)
+            if not self._of_digest[digest]:
+                del self._of_digest[digest]
+            if ok and digest not in under.gone:  # a load that was late was taken for not there
+                self._there[digest] = self._ranks
+            elif under.chain:
+                self._there.pop(digest, None)
         if under.chain:
             self._loaded(under, done)
         else:
             self._storing.difference_update(under.keys)
-            for key, ok in zip(under.keys, done, strict=True):
-                if ok:
-                    self._there[digest_of_key(key)] = self._ranks
             if any(done):
                 self._fail_until_s = -inf
             elif under.failed and not under.stale:
@@ -334,13 +350,9 @@ class FileIndex:
         self._pool.release(under.copy)
 
     def _loaded(self, under: Under, done: Sequence[bool]) -> None:
-        for key, ok in zip(under.keys, done, strict=True):
+        for key in under.keys:
             if self._coming.get(key) is under:
                 del self._coming[key]
-            if ok:  # one that was late was taken for not there
-                self._there[digest_of_key(key)] = self._ranks
-            else:
-                self._there.pop(digest_of_key(key), None)
         right = [block for block, ok in zip(under.blocks, done, strict=True) if ok]
         places = [len(under.chain) - len(done) + place for place, ok in enumerate(done) if ok]
         self._pool.brought(under.chain, places, right)

@@ -72,6 +72,9 @@ class FileReport:
     refused: tuple[bytes, ...] = ()
     """Digests of the others that are not in its files after a store, since there was no room for them or too much
     before them."""
+    moved: int = 0
+    """How many of the job's blocks this rank wrote to its files, which does not count those that were there, or read
+    from them."""
     gone: tuple[bytes, ...] = ()
     """Digests of blocks that were in its files and are not any more."""
     found: tuple[bytes, ...] = ()

@@ -27,8 +27,6 @@ from kvpolicy_vllm.plugin.situation import prompt_situation, why_not_loadable
 from kvpolicy_vllm.plugin.stale_requests import StaleRequests
 
 FILE_TIER = "files"
-MOVED = {"stored": "write", "loaded": "read"}
-"""What moves the bytes of blocks to files and from them, and which way."""
 KEY, PLACE = attrgetter("block_hash"), attrgetter("block_id")
 """Of vLLM's blocks of the device. A prompt has many: they are read in one call."""
 HINT_COUNTS = attrgetter(*EVENTS)
@@ -90,14 +88,15 @@ class PromptCache:
         goes by prices."""
 
         def count(event: str, blocks: int) -> None:
-            if not blocks:
-                return
-            self._tally.add("cache_blocks", blocks, tier=FILE_TIER, event=event)
-            if event in MOVED:
-                moved_bytes = blocks * self._copies.block_bytes * ranks
-                self._tally.add("cache_file_bytes", moved_bytes, direction=MOVED[event])
+            if blocks:
+                self._tally.add("cache_blocks", blocks, tier=FILE_TIER, event=event)
+
+        def moved(direction: str, blocks: int) -> None:
+            if blocks:
+                self._tally.add("cache_file_bytes", blocks * self._copies.block_bytes, direction=direction)
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
+        self.files.moved = moved
         self.files.policy_failed = lambda method: self._tally.add("cache_failed", method=method)
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
         self.files.worth_saving = partial(self._is_worth_storing, saved=True, from_files=True)

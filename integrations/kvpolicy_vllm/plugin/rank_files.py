@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 
@@ -10,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvpolicy.cost.block_price import interpolated
-from kvpolicy.tiers import LastingTier, Pieces, digest_of_key
+from kvpolicy.tiers import MAX_HANG_S, LastingTier, Pieces, digest_of_key
 from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Copier
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport, StepJobs
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 FOUND_AT_ONCE = 20_000
 """Digests of blocks of an earlier server that one report has, at most: reports go through vLLM's own messages."""
@@ -21,11 +24,14 @@ FOUND_AT_ONCE = 20_000
 class RankFiles:
     """The files of one rank. A job names blocks and host slots; every job is reported once, whatever happens to it.
 
-    ``failures``: methods of the tier's caching policy that failed; they are reported, and removed from it.
+    ``failures``: methods of the tier's caching policy that failed; they are reported, and removed from it. ``hang_s``:
+    how long a medium that hangs is waited for.
     """
 
-    def __init__(self, tier: LastingTier, copier: Copier, failures: list[str] | None = None) -> None:
-        self._tier, self._copier = tier, copier
+    def __init__(
+        self, tier: LastingTier, copier: Copier, failures: list[str] | None = None, hang_s: float = MAX_HANG_S
+    ) -> None:
+        self._tier, self._copier, self._hang_s = tier, copier, hang_s
         self._failures = [] if failures is None else failures
         self._memory = host_rows(copier)
         self._reports: list[FileReport] = []
@@ -38,11 +44,16 @@ class RankFiles:
         """Loads into slots that the copier is still writing to, for contents that have left them since."""
         found = tier.digests()
         self._found = deque([found[at : at + FOUND_AT_ONCE] for at in range(0, len(found), FOUND_AT_ONCE)] or [[]])
+        """What an earlier server left and is not reported yet."""
+        self._gone: set[bytes] = set()
+        """What has left files before all of that was reported."""
 
     def copy_with(self, copier: Copier) -> None:
-        """Use the host slots of another copier from now on. Waits for what is under way; loads fail."""
+        """Use the host slots of another copier from now on. Waits for what is under way; loads fail. Where the medium
+        hangs for longer, what is under way goes on with the old memory, to which the tier refers until it has ended."""
         self._begin_loads(anyway=True)
-        self._tier.wait_idle()
+        if not self._tier.wait_idle(self._hang_s):
+            logger.warning("kvpolicy: files hang; host memory that was replaced stays until they go on")
         self._stale |= {number for number, (job, _, _) in self._open.items() if not job.chain}
         self._copier, self._memory = copier, host_rows(copier)
 
@@ -107,12 +118,14 @@ class RankFiles:
             if finished.kind == "load":
                 pairs = zip(job.keys, job.slots, strict=True)
                 self._copier.filled(slot for key, slot in pairs if digest_of_key(key) not in failed)
-            self._reports.append(FileReport(finished.number, failed=tuple(failed), refused=refused))
+            moved = len(finished.done)
+            self._reports.append(FileReport(finished.number, tuple(failed), refused, moved))
         gone = self._tier.take_gone()
         reports, self._reports = self._reports, []
         if self._found:
-            found = self._found.popleft()
-            reports.append(FileReport(found=tuple(found), ready=not self._found))
+            self._gone.update(gone)
+            found = tuple(digest for digest in self._found.popleft() if digest not in self._gone)
+            reports.append(FileReport(found=found, ready=not self._found))
         if gone:
             reports.append(FileReport(gone=tuple(gone)))
         while self._failures:
@@ -120,7 +133,7 @@ class RankFiles:
         return reports
 
     def close(self) -> None:
-        self._tier.close()
+        self._tier.close(self._hang_s)
 
 
 def host_rows(copier: Copier) -> list[NDArray[np.uint8]]:
