@@ -70,6 +70,11 @@ class ServerSettings:
     )
     force_host_gib: bool = option("Let --host-gib take more than half of the available memory.", False)
     pin_memory: bool = option("Do not page-lock the host memory.", True)
+    share_replicated_kv: bool = option(
+        "Keep KV that is the same on all ranks, as MLA's is, once for all of them on a GPU, too, where it was never "
+        "tested. On a CPU it is kept once.",
+        False,
+    )
     trace: Path | None = option("Folder to record a trace in.", None)
     trace_gib: float | None = option(
         "Size of the trace's folder, GiB, above which its oldest part files are removed.", DEFAULT_TRACE_GIB, POSITIVE
@@ -88,6 +93,11 @@ class ServerSettings:
         Rule("a file, but is a folder", lambda path: not path.is_dir()),
     )
     allow_untested_version: bool = option("Allow a vLLM newer than the tested versions.", False)
+    allow_untested_states_v2: bool = option(
+        "Serve models whose layers keep states on vLLM's model runner v2, never tested on a GPU. The blocks of a "
+        "preempted request are held until they are saved.",
+        False,
+    )
     allow_python_policies: bool = option(
         f"Let --policy, --order, --cache and --cache-files-policy name a module whose code the server runs, {FORM}.",
         False,

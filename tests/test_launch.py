@@ -66,6 +66,8 @@ def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str
         "--no-pin-memory",
         "--force-host-gib",
         "--allow-untested-version",
+        "--allow-untested-states-v2",
+        "--share-replicated-kv",
     ]
     assert run("config", *expected) == 0
     from_yaml = yaml.safe_load(capsys.readouterr().out)
@@ -91,6 +93,8 @@ def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str
             "seed": 7,
             "link": "2e9,0.001",
             "allow_untested_version": True,
+            "allow_untested_states_v2": True,
+            "share_replicated_kv": True,
         },
     }
 

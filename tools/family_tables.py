@@ -61,6 +61,8 @@ LIVE = ROOT / "docs" / "live-windows.json"
 STOCK, RECOMPUTE, SWAP = "vllm", "always-recompute", "always-swap"
 ARMS = {RECOMPUTE: "plugin, always recompute", SWAP: "plugin, always swap"}
 FIGURES = {"tok/s": "tokens/s", "CPU time": "CPU time", "e2e": "mean end to end", "TTFT": "mean time to first token"}
+GAINS = {"tok/s": "tokens/s", "e2e": "the mean end-to-end time"}
+"""Figures of which the page says where a gain could not be told."""
 EXACTNESS, EXACT_ON = ROOT / "docs" / "exactness.json", "0.32"
 """And the version of vLLM whose rows the page has."""
 COMPARED = {
@@ -240,19 +242,37 @@ def live_block(found: Mapping[str, Any]) -> str:
     """What the page says of a run of `benchmarks/live_windows.py`."""
     arms = [arm for arm in dict.fromkeys(run["arm"] for run in found["runs"]) if arm != STOCK]
     order = [arm for arm in (*SETTINGS, *ARMS) if arm in arms]
-    lines = [["over unmodified vLLM", *FIGURES.values()], ["--"] * (1 + len(FIGURES))]
-    lines += [[title(arm), *(text(found, arm, STOCK, figure) for figure in FIGURES)] for arm in order]
-    best = best_of_vllm(found, [arm for arm in order if arm in SETTINGS])
-    over = [
-        f"{name}: {text(found, SWAP, arm, 'tok/s')} of the tokens/s, {text(found, SWAP, arm, 'e2e')} of the mean "
-        "end-to-end time"
-        for name, arm in (
-            ("Swapping over recomputing by the same plugin", RECOMPUTE),
-            (f"over the best of vLLM's own settings, {title(best)}", best),
-        )
+    others = [arm for arm in order if arm != SWAP]
+    over_stock = ratio_table("over unmodified vLLM", [(arm, STOCK) for arm in order], found)
+    of_swaps = ratio_table(f"{title(SWAP)}, over", [(SWAP, arm) for arm in others], found)
+    words = gain_words(found, [STOCK, *others])
+    return f"{filled(setting_words(found))}\n\n{over_stock}\n{of_swaps}\n{filled(words)}"
+
+
+def ratio_table(head: str, pairs: Sequence[tuple[str, str]], found: Mapping[str, Any]) -> str:
+    """A line for each arm and what it is compared with, called by that of both which is not in ``head``."""
+    lines = [[head, *FIGURES.values()], ["--"] * (1 + len(FIGURES))]
+    for arm, over in pairs:
+        name = title(arm if over == STOCK else over)
+        lines.append([name, *(text(found, arm, over, figure) for figure in FIGURES)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def gain_words(found: Mapping[str, Any], others: Sequence[str]) -> str:
+    """Over which of the ``others`` swaps gain, and over which that could not be told."""
+    untold = [
+        f"of {name} over {listed([title(over) for over in some])}"
+        for figure, name in GAINS.items()
+        if (some := [over for over in others if not gained(found["ratios"][f"{SWAP} over {over}"][figure], figure)])
     ]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{filled(setting_words(found))}\n\n{table}\n{filled('; '.join(over) + '.')}"
+    if not untold:
+        return "By the intervals swaps gain tokens/s and mean end-to-end time over each of these and vLLM's defaults."
+    return f"By the intervals no gain of swaps could be told {', and '.join(untold)}."
+
+
+def gained(ratio: Mapping[str, float], figure: str) -> bool:
+    """Whether all of a ratio's interval is on the better side of 1: above it for tokens/s, below it for times."""
+    return ratio["low"] > 1 if figure == "tok/s" else ratio["high"] < 1
 
 
 def setting_words(found: Mapping[str, Any]) -> str:
@@ -280,14 +300,8 @@ def means(runs: Sequence[Run], arm: str) -> dict[str, float]:
     }
 
 
-def best_of_vllm(found: Mapping[str, Any], settings: Sequence[str]) -> str:
-    """Of these settings and the defaults the one with the most tokens/s."""
-    rates = {arm: found["ratios"][f"{arm} over {STOCK}"]["tok/s"]["value"] for arm in settings}
-    return max([STOCK, *rates], key=lambda arm: rates.get(arm, 1.0))
-
-
 def title(arm: str) -> str:
-    return "its defaults" if arm == STOCK else ARMS.get(arm) or SETTINGS[arm]
+    return "vLLM's defaults" if arm == STOCK else ARMS.get(arm) or SETTINGS[arm]
 
 
 def text(found: Mapping[str, Any], arm: str, over: str, figure: str) -> str:

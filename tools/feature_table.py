@@ -41,9 +41,11 @@ NOT_TESTED = {
     "Mooncake, MoRIIO, FlexKV, HF3FS and other connectors": "served with a warning beside kvpolicy's",
     "asynchronous scheduling in a real engine": "vLLM's CPU build has none: only its scheduler is driven",
     "every token under pressure in bfloat16": "what is said depends on the batch; one request alone is compared",
-    "Kimi": "Kimi K2 has the layers of DeepSeek V3, which are tested; vLLM 0.32 itself refuses Kimi Linear unless "
-    "prefix caching is off (--mamba-block-size can only be set with --enable-prefix-caching)",
-    "layers that share KV": "the small Gemma 4 of the tests has none (`num_kv_shared_layers=0`); not refused",
+    "Kimi": "Kimi K2 has the layers of DeepSeek V3, which are tested; Kimi Linear and Kimi K3, with latent KV beside "
+    "states, are refused. On a CPU without AMX vLLM 0.32 itself refuses Kimi Linear unless prefix caching is off "
+    "(--mamba-block-size can only be set with --enable-prefix-caching)",
+    "layers that share KV": "the small Gemma 4 of the tests has none (`num_kv_shared_layers=0`): served, with a "
+    "warning that the check gives, too",
     "data parallelism of MoE": "vLLM 0.32's CPU build ends with NotImplementedError (all_gatherv) at the first "
     "request, also without kvpolicy",
     "vLLM 0.33 in a real engine": "it has no CPU build: only its scheduler is driven, with made-up workers",

@@ -125,6 +125,17 @@ def test_what_is_so_already_is_not_tried() -> None:
     assert BY_NAME["--order fcfs"].changes(asked)
 
 
+def test_states_on_model_runner_v2_may_be_allowed_or_the_runner_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, allowed = "VLLM_USE_V2_MODEL_RUNNER", "allow_untested_states_v2"
+    monkeypatch.setenv(runner, "1")
+
+    def is_served(changed: Any) -> bool:
+        return os.environ[runner] == "0" or settings(changed).get(allowed) is True
+
+    assert helping(arguments(), is_served) == [f"{runner}=0 in the environment", "--allow-untested-states-v2"]
+    assert not BY_NAME["--allow-untested-states-v2"].changes(arguments({allowed: True}))
+
+
 def test_an_argument_that_this_vllm_does_not_have_is_no_remedy() -> None:
     assert not BY_NAME["--mamba-cache-mode align"].changes(arguments())
     assert not hasattr(BY_NAME["--order fcfs"].changed(arguments()), "mamba_cache_mode")

@@ -36,6 +36,10 @@ from kvpolicy_vllm.plugin.settings_line import KEYS, read_line, server_settings
                 "order": "deadline:ttft=5,tpot=1",
             },
         ),
+        (
+            "always-swap,allow_untested_states_v2=on,share_replicated_kv=on",
+            {"policy": "always-swap", "allow_untested_states_v2": True, "share_replicated_kv": True},
+        ),
         ("always-swap,link=1e9,0.001", {"policy": "always-swap", "link": "1e9,0.001"}),
         ("order=urgent,policy=always-swap", {"policy": "always-swap", "order": "urgent"}),
         ("python:mine:Own,weight=2,order=x", {"policy": "python:mine:Own,weight=2", "order": "x"}),

@@ -217,6 +217,8 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
         found["MLA"] = refused(engine)
         with mock.patch.object(engine.model_config.hf_text_config, "index_topk", 2048, create=True):
             found["MLA with an indexer"] = refused(engine)
+        with mock.patch.object(ModelConfig, "is_hybrid", True):
+            found["MLA and states"] = refused(engine)
     with (
         mock.patch.object(ModelConfig, "is_hybrid", True),
         mock.patch.object(VllmConfig, "use_v2_model_runner", True, create=True),

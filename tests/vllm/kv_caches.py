@@ -47,6 +47,11 @@ def spec_of(kind: str, block: int, caching: bool) -> Any:
     )
 
 
+def latent_spec(block: int) -> Any:
+    """vLLM's specification of a group of latent KV."""
+    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+
 def kv_cache(
     layers: str, blocks: int, block: int, caching: bool, dense: bool = True, placed: bool = False
 ) -> KVCacheConfig:
@@ -80,7 +85,7 @@ def kv_cache(
 def unserved_groups(block: int) -> dict[str, KVCacheGroupSpec]:
     """Groups that no model here has, by name."""
     window, state = spec_of("window", block, True), spec_of("state", block, True)
-    latent = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    latent = latent_spec(block)
     # What vLLM makes of latent KV and an indexer's keys, which differ in bytes.
     specs = {"latent": latent, "indexer": replace(latent, head_size=132, dtype=torch.uint8)}
     groups = {

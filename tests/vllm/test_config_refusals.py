@@ -61,8 +61,9 @@ def test_speculation_is_served_only_where_it_was_tested(
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     monkeypatch.setattr(config_refusals, "platform", lambda: SimpleNamespace(is_cpu=lambda: False))
     config_refusals._refuse_speculation(speculating())
-    with pytest.raises(UnsupportedEngine, match=f"does not serve .*{words}"):
+    with pytest.raises(UnsupportedEngine, match=f"does not serve .*{words}") as error:
         config_refusals._refuse_speculation(speculating(**changed))
+    assert str(error.value).endswith(", or run this engine without the kvpolicy flags"), "besides what would be right"
 
 
 def test_a_cpu_turns_asynchronous_scheduling_off_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,5 +92,5 @@ def test_keys_and_values_are_of_the_models_own_type_or_fp8(named: str, own: str)
         config_refusals._refuse_engine_settings(config)
         return
     words = rf"--kv-cache-dtype {named}, only auto, fp8, fp8_e4m3, fp8_e5m2 \(auto is the model's own type, {own}\)"
-    with pytest.raises(UnsupportedEngine, match=words):
+    with pytest.raises(UnsupportedEngine, match=rf"{words}; run this engine without the kvpolicy flags$"):
         config_refusals._refuse_engine_settings(config)

@@ -1,8 +1,10 @@
-"""Layers that are refused on a vLLM older than 0.32, with what to do about it. Those that no version serves are in
-`tests/vllm/test_refusals.py`, steps beyond a block of states in `tests/vllm/test_state_steps.py`."""
+"""Layers that are refused on a vLLM older than 0.32, with what to do about it, and latent KV beside states. The others
+that no version serves are in `tests/vllm/test_refusals.py`, steps beyond a block of states in
+`tests/vllm/test_state_steps.py`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +13,24 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvpolicy_vllm.plugin.layer_refusals import refuse_kv_cache
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
-from tests.vllm.kv_caches import kv_cache
+from tests.vllm.kv_caches import kv_cache, latent_spec, spec_of
 
 CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
 
 
 @pytest.mark.parametrize(
-    ("layers", "helps"), [("two-full", False), ("window", False), ("full-window", True), ("full-states", False)]
+    ("layers", "helps"),
+    [("two-full", False), ("window", False), ("full-window", True), ("full-chunks", True), ("full-states", False)],
 )
-def test_windows_stored_whole_are_advised_where_vllm_would_store_them_so(
+def test_windows_and_chunks_stored_whole_are_advised_where_vllm_would_store_them_so(
     monkeypatch: pytest.MonkeyPatch, layers: str, helps: bool
 ) -> None:
-    """It does so with windows beside full attention only."""
+    """It does so with windows and chunks beside full attention only, on every version that is served."""
     monkeypatch.setattr(vllm, "__version__", "0.30.0")
     with pytest.raises(UnsupportedEngine, match=r"KV cache groups \(.* older than 0\.32") as refused:
         refuse_kv_cache(CONFIG, kv_cache(layers, 9, 16, caching=True))
@@ -43,3 +48,19 @@ def test_a_build_without_a_version_is_as_old_as_its_kv_cache(monkeypatch: pytest
     older.kv_cache_tensors = [SimpleNamespace(size=9, shared_by=["layer"])]
     with pytest.raises(UnsupportedEngine, match=r"older than 0\.32"):
         refuse_kv_cache(config, older)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.33.0"])
+def test_latent_kv_beside_states_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """As Kimi Linear has them: vLLM calls the states of its layers as those of GDN layers, which are served beside full
+    attention. Latent KV alone is served, too."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    states = replace(spec_of("state", 16, True), mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
+    latent, kept = KVCacheGroupSpec(["latent"], latent_spec(16)), KVCacheGroupSpec(["states"], states)
+
+    def refuse(*groups: KVCacheGroupSpec) -> None:
+        refuse_kv_cache(CONFIG, KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=[*groups]))
+
+    with pytest.raises(UnsupportedEngine, match="does not serve latent KV beside states, as the layers of Kimi Linear"):
+        refuse(kept, latent)
+    refuse(latent)

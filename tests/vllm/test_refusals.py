@@ -286,6 +286,11 @@ def test_latent_kv_and_states_are_told_by_the_configuration(messages: dict[str, 
         assert "older than 0.32" in told
 
 
+def test_latent_kv_beside_states_is_told_by_the_configuration(messages: dict[str, str]) -> None:
+    """As Kimi Linear has them, on every version and before weights are read."""
+    assert "kvpolicy does not serve latent KV beside states" in messages["MLA and states"]
+
+
 @pytest.mark.feature("states on model runner v2", refused=True)
 def test_states_on_a_model_runner_that_overwrites_them(messages: dict[str, str]) -> None:
     """Unless a setting allows them, which does not help below vLLM 0.32."""
@@ -294,6 +299,7 @@ def test_states_on_a_model_runner_that_overwrites_them(messages: dict[str, str])
     if messages["serves block tables"]:
         assert "VLLM_USE_V2_MODEL_RUNNER=0" in messages[by_group]
         assert '"allow_untested_states_v2": true' in messages[by_group]
+        assert "--allow-untested-states-v2" in messages[by_group]
         assert [messages[name] for name in allowed] == ["", ""]
         assert "order urgent" in messages[f"{by_group}, allowed, in order urgent"]
         return

@@ -95,7 +95,7 @@ def test_every_position_and_state_of_every_group_is_right(
         assert_eventful(result)
 
 
-@pytest.mark.feature("states on model runner v2")
+@pytest.mark.feature("states on model runner v2, allowed by its setting")
 @pytest.mark.parametrize(
     "more",
     [

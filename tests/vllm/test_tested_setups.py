@@ -197,13 +197,18 @@ def taking(architecture: str, **multimodal: Any) -> Any:
 def configured(precision: str = "auto", beside: Sequence[str] = (), **model: Any) -> Any:
     """A configuration of a model of full attention that takes text alone, but for ``model``. ``beside``: names of the
     connectors that serve beside kvpolicy's."""
-    plain = {"multimodal_config": None, "use_mla": False, "is_hybrid": False, "attention_chunk_size": None}
-    cache = SimpleNamespace(cache_dtype=precision)
+    plain = {
+        "multimodal_config": None, "use_mla": False, "is_hybrid": False, "attention_chunk_size": None,
+        "hf_text_config": SimpleNamespace(), "get_num_experts": lambda: 0,
+    }  # fmt: skip
+    cache = SimpleNamespace(cache_dtype=precision, enable_prefix_caching=False)
     connectors = [{"kv_connector": name} for name in ("KVPolicyConnector", *beside)]
     listed = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
     return SimpleNamespace(
-        model_config=SimpleNamespace(**plain | model), cache_config=cache, kv_transfer_config=SimpleNamespace(**listed)
-    )
+        model_config=SimpleNamespace(**plain | model), cache_config=cache, kv_transfer_config=SimpleNamespace(**listed),
+        scheduler_config=SimpleNamespace(policy="fcfs"), speculative_config=None, lora_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1), kv_events_config=None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -248,7 +253,7 @@ def test_keys_and_values_of_a_precision_that_was_not_tested_are_told(
 def test_layers_with_types_of_their_own_are_told() -> None:
     config = configured("fp8")
     config.cache_config.kv_cache_dtype_skip_layers = []
-    config.speculative_config = SimpleNamespace(kv_cache_dtype="fp8")
+    config.speculative_config = SimpleNamespace(method="draft_model", kv_cache_dtype="fp8")
     assert tested_setups.untested_setup(config, None) == ""
     config.cache_config.kv_cache_dtype_skip_layers = ["0"]
     config.speculative_config.kv_cache_dtype = "auto"
@@ -256,6 +261,71 @@ def test_layers_with_types_of_their_own_are_told() -> None:
         "--kv-cache-dtype-skip-layers and kv_cache_dtype of --speculative-config: layers with keys and values of "
         "several types were not tested"
     )
+
+
+@pytest.mark.parametrize(("shared", "is_told"), [(None, False), (0, False), (20, True)])
+def test_layers_that_share_kv_are_told(shared: int | None, is_told: bool) -> None:
+    config = configured(hf_text_config=SimpleNamespace(num_kv_shared_layers=shared))
+    words = "layers that share the KV of others were not tested (num_kv_shared_layers is 20)"
+    assert tested_setups.untested_setup(config, with_layers(FULL)) == words * is_told
+
+
+LORA: dict[str, Any] = {"lora_config": SimpleNamespace()}
+EVENTS, SILENT = (
+    {"kv_events_config": SimpleNamespace(enable_kv_cache_events=is_enabled)} for is_enabled in (True, False)
+)
+CORES: dict[str, Any] = {"parallel_config": SimpleNamespace(tensor_parallel_size=1, data_parallel_size=2)}
+
+
+def drafting(method: str) -> dict[str, Any]:
+    return {"speculative_config": SimpleNamespace(method=method)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "kv_cache", "words"),
+    [
+        (LORA | EVENTS | CORES | drafting("eagle"), with_layers(FULL), ""),
+        (LORA | EVENTS | CORES, None, ""),
+        (LORA, with_layers(FULL, WINDOW), "not tested: LoRA with sliding windows"),
+        (LORA, with_layers(WHOLE_CHUNK), "not tested: LoRA with chunks stored whole"),
+        (LORA, with_layers(FULL, GDN, MAMBA2), "not tested: LoRA with GDN states or Mamba2 states"),
+        (EVENTS, with_layers(FULL, CHUNK), "not tested: KV events with chunked local attention"),
+        (SILENT, with_layers(FULL, CHUNK), ""),
+        (LORA | CORES, with_layers(LATENT), "not tested: LoRA with MLA, data parallelism with MLA"),
+        (drafting("ngram"), with_layers(FULL, WINDOW), ""),
+        (drafting("ngram"), with_layers(WHOLE_WINDOW), "not tested: speculation by ngram with windows stored whole"),
+        (drafting("eagle"), with_layers(FULL, WINDOW), "not tested: speculation by EAGLE with sliding windows"),
+        (drafting("mtp"), with_layers(FULL, CHUNK), "not tested: speculation by MTP with chunked local attention"),
+    ],
+)
+def test_features_that_were_not_tested_with_such_layers_are_told(
+    changed: dict[str, Any], kv_cache: Any, words: str
+) -> None:
+    config = configured()
+    vars(config).update(changed)
+    assert tested_setups.untested_setup(config, kv_cache) == words
+
+
+@pytest.mark.parametrize(("experts", "words"), [(0, ""), (8, "not tested: data parallelism with experts")])
+def test_experts_over_several_cores_are_told(experts: int, words: str) -> None:
+    """Before the layers are known, too."""
+    config = configured(get_num_experts=lambda: experts)
+    vars(config).update(CORES)
+    assert tested_setups.untested_setup(config, None) == words
+
+
+def test_drafts_are_called_tested_with_the_layers_that_tests_have() -> None:
+    """And latent KV with MTP, which alone is served there."""
+    config = configured(use_mla=True)
+    vars(config).update(drafting("mtp"))
+    assert tested_setups.untested_setup(config, with_layers(LATENT)) == ""
+    shown: dict[str, set[str]] = {}
+    for name, feature in features.ENGINES.items():
+        if feature.drafts:
+            layers = (families.PLAIN | families.FAMILIES)[feature.family].feature
+            shown.setdefault(features.feature_of(name), set()).add(layers)
+    told = {name: {*layers} for name, layers in tested_setups.TESTED_LAYERS.items() if name.startswith("speculation")}
+    assert told == {name: layers - {"full attention"} for name, layers in shown.items()}
 
 
 def test_both_are_told_where_neither_was_tested() -> None:

@@ -25,7 +25,7 @@ def configured(**changed: Any) -> Any:
     """A server of a model of full attention, without prefix caching; ``changed``: what is otherwise."""
     of = {
         "experts": 0, "precision": "auto", "lora": None, "multimodal": None, "caching": False, "policy": "fcfs",
-        "ranks": 1, "cores": 1, "method": None, "mla": False, "beside": (), "own": {},
+        "ranks": 1, "cores": 1, "method": None, "mla": False, "beside": (), "own": {}, "events": None,
     } | changed  # fmt: skip
     connectors = [{"kv_connector": "KVPolicyConnector", "kv_connector_extra_config": of["own"]}]
     connectors += [{"kv_connector": name} for name in of["beside"]]
@@ -33,13 +33,14 @@ def configured(**changed: Any) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(
             get_num_experts=lambda: of["experts"], multimodal_config=of["multimodal"], use_mla=of["mla"],
-            is_hybrid=False, architectures=["LlavaForConditionalGeneration"],
+            is_hybrid=False, architectures=["LlavaForConditionalGeneration"], hf_text_config=SimpleNamespace(),
         ),
         cache_config=SimpleNamespace(cache_dtype=of["precision"], enable_prefix_caching=of["caching"]),
         scheduler_config=SimpleNamespace(policy=of["policy"]),
         parallel_config=SimpleNamespace(tensor_parallel_size=of["ranks"], data_parallel_size=of["cores"]),
         speculative_config=of["method"] and SimpleNamespace(method=of["method"]),
         lora_config=of["lora"],
+        kv_events_config=of["events"] and SimpleNamespace(enable_kv_cache_events=of["events"] == "on"),
         kv_transfer_config=SimpleNamespace(**listed),
     )  # fmt: skip
 
@@ -72,6 +73,8 @@ LIKE_PLUGIN = {"order": "urgent", "cache": "cost", "cache_files": "kv"}
         ("0.31.0", {"own": LIKE_PLUGIN}, FULL, "orders of service, prompts in host memory, prompts in files, beyond"),
         ("0.31.0", {"cores": 2, "beside": ["NixlConnector"]}, None, "data parallelism, beside NixlConnector"),
         ("0.31.0", {"beside": ["MyConnector"]}, FULL, ""),
+        ("0.31.0", {"events": "on"}, FULL, "KV events"),
+        ("0.31.0", {"events": "off"}, FULL, ""),
         ("0.30.0", {}, None, ""),
         ("0.30.0", {}, FULL, "full attention"),
         ("0.24.0", {"caching": True, "ranks": 2}, WHOLE_WINDOWS, "windows stored whole, prefix caching, tensor par"),

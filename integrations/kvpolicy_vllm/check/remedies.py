@@ -63,6 +63,7 @@ REMEDIES = (
     Remedy("--cache off", settings={"cache": "off", **NO_FILES}),
     Remedy("--no-pin-memory", settings={"pin_memory": False}),
     Remedy("--allow-untested-version", settings={"allow_untested_version": True}),
+    Remedy("--allow-untested-states-v2", settings={"allow_untested_states_v2": True}),
 )
 """In the order in which they are named. What costs memory or speed says so in the documentation, not here."""
 

@@ -22,13 +22,14 @@ from kvpolicy_vllm.plugin.engine_config import refuse_other_model
 from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
 from kvpolicy_vllm.plugin.host_share import take_share
 from kvpolicy_vllm.plugin.kv_layout import is_plain
-from kvpolicy_vllm.plugin.layer_refusals import refuse_kv_cache, refuse_overwritten
+from kvpolicy_vllm.plugin.layer_refusals import LATENT_BESIDE_STATES, refuse_kv_cache, refuse_overwritten
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.served_weights import note_weights
 from kvpolicy_vllm.plugin.settings import CONNECTOR, MULTI_CONNECTOR, Settings
 from kvpolicy_vllm.plugin.versions import (
     OLDEST_WITH_DEFERRED_FREES,
+    WITHOUT_PLUGIN,
     UnsupportedEngine,
     allows_untested,
     engine_version,
@@ -104,7 +105,7 @@ def _refuse_device() -> None:
     if not (platform().is_cuda() or platform().is_cpu()):
         raise UnsupportedEngine(
             f"kvpolicy copies KV blocks on CUDA devices and CPUs only, device: {platform().device_name}; "
-            "run this engine without the kvpolicy flags"
+            f"{WITHOUT_PLUGIN}"
         )
 
 
@@ -223,6 +224,7 @@ def _refuse_model(config: VllmConfig) -> None:
             model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
             "MLA models with an indexer, whose keys are kept beside the latent KV",
         ),
+        (model.use_mla and model.is_hybrid, LATENT_BESIDE_STATES),
     )
     _refuse_first(refusals)
     if model.is_hybrid:
@@ -271,7 +273,7 @@ def _refuse_routed_experts(config: VllmConfig) -> None:
     if hasattr(config, "aux_output_config") and config.aux_output_config.enabled:
         raise UnsupportedEngine(
             "kvpolicy does not serve --enable-return-routed-experts on a vLLM older than 0.33, where a request that is "
-            "loaded ends the engine; install 0.33, or run this engine without the kvpolicy flags"
+            f"loaded ends the engine; install 0.33, or {WITHOUT_PLUGIN}"
         )
 
 
@@ -301,6 +303,8 @@ def _refuse_cache(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
 
 
 def _refuse_first(refusals: Iterable[tuple[bool, str]]) -> None:
+    """Refuse the first that holds. Behind the colon of its words, where they have one, is what would be right."""
     for is_refused, what in refusals:
         if is_refused:
-            raise UnsupportedEngine(f"kvpolicy does not serve {what}; run this engine without the kvpolicy flags")
+            further = ", or" if ": " in what else ";"
+            raise UnsupportedEngine(f"kvpolicy does not serve {what}{further} {WITHOUT_PLUGIN}")

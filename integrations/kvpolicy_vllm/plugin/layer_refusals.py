@@ -12,6 +12,7 @@ from kvpolicy_vllm.plugin.pinned_blocks import overwrites_before_saves
 from kvpolicy_vllm.plugin.state_steps import beyond_a_block_of_states
 from kvpolicy_vllm.plugin.versions import (
     WITHIN_A_BLOCK_OF_STATES,
+    WITHOUT_PLUGIN,
     UnsupportedEngine,
     allows_untested,
     engine_version,
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
 """Specifications of KV cache groups, by vLLM's names."""
 SERVED_STATES = ("MAMBA2", "GDN_ATTN")
+STORED_WHOLE = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
+"""Those of which vLLM stores every token with ``--disable-hybrid-kv-cache-manager``, where they are beside full
+attention and nothing else."""
+LATENT_BESIDE_STATES = "latent KV beside states, as the layers of Kimi Linear and Kimi K3 keep"
+"""Their states (KDA) have the same name in vLLM as those of GDN layers."""
 
 
 def refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
@@ -34,13 +40,15 @@ def refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     for group in kv_cache.kv_cache_groups:
         problem = _problem_of(group)
         if problem:
-            raise UnsupportedEngine(f"kvpolicy does not serve {problem}; run this engine without the kvpolicy flags")
+            raise UnsupportedEngine(f"kvpolicy does not serve {problem}; {WITHOUT_PLUGIN}")
     if is_plain(kv_cache):
         return
-    kinds = sorted({kind_of(group) for group in kv_cache.kv_cache_groups})
-    named = f"{len(kv_cache.kv_cache_groups)} KV cache groups ({', '.join(kinds)})"
-    instead = "run this engine without the kvpolicy flags"
-    if kinds == ["FullAttentionSpec", "SlidingWindowSpec"]:  # only beside full attention are windows stored whole then
+    kinds = {kind_of(group) for group in kv_cache.kv_cache_groups}
+    if {"MLAAttentionSpec", "MambaSpec"} <= kinds:
+        raise UnsupportedEngine(f"kvpolicy does not serve {LATENT_BESIDE_STATES}; {WITHOUT_PLUGIN}")
+    named = f"{len(kv_cache.kv_cache_groups)} KV cache groups ({', '.join(sorted(kinds))})"
+    instead = WITHOUT_PLUGIN
+    if {"FullAttentionSpec"} < kinds <= {"FullAttentionSpec"} | STORED_WHOLE:
         instead = "install 0.32, or give --disable-hybrid-kv-cache-manager, which takes more memory"
     refuse_older(config, named, instead)
     if not all(hasattr(tensor, "layers") for tensor in kv_cache.kv_cache_tensors):  # a build without a version
@@ -74,8 +82,9 @@ def refuse_overwritten(config: VllmConfig, what: str) -> None:
     if not has_set(config, "allow_untested_states_v2"):
         raise UnsupportedEngine(
             f"kvpolicy does not serve {what} on vLLM's model runner v2, which overwrites blocks before they can be "
-            'saved; set VLLM_USE_V2_MODEL_RUNNER=0, or "allow_untested_states_v2": true in kv_connector_extra_config: '
-            "blocks are held until they are saved, which was never tested on a GPU"
+            'saved; set VLLM_USE_V2_MODEL_RUNNER=0, or "allow_untested_states_v2": true in kv_connector_extra_config '
+            "(kvpolicy's commands: --allow-untested-states-v2): blocks are held until they are saved, which was never "
+            "tested on a GPU"
         )
     if ranks_itself(config):
         raise UnsupportedEngine(

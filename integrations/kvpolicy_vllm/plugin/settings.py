@@ -41,20 +41,10 @@ class Settings(ServerSettings):
     copier: str = option(
         "Import path of what makes the worker-side copier. For tests that make copies fail.", DEFAULT_COPIER
     )
-    share_replicated_kv: bool = option(
-        "Keep KV that is the same on all ranks, as MLA's is, once for all of them on a GPU, too, where it was never "
-        "tested. On a CPU it is kept once.",
-        False,
-    )
     policy_object: Policy | None = None
     """The policy itself, if the engine was made in Python with a policy object, which no file or flag can hold."""
     order_object: Order | None = None
     """The order of service itself, likewise."""
-    allow_untested_states_v2: bool = option(
-        "Serve models whose layers keep states on vLLM's model runner v2, never tested on a GPU. The blocks of a "
-        "preempted request are held until they are saved.",
-        False,
-    )
 
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpolicy_vllm.plugin.connector_list import connectors_beside
 from kvpolicy_vllm.plugin.kv_layout import WHOLE_WINDOWS, attends_to_everything, other_layers
 from kvpolicy_vllm.plugin.pinned_blocks import overwrites_before_saves
-from kvpolicy_vllm.plugin.tested_versions import untested_version
+from kvpolicy_vllm.plugin.tested_versions import DRAFTS, LAYERS, MLA_DRAFTS, STATES, features_of, untested_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +32,17 @@ TESTED_MULTIMODAL = {"LlavaForConditionalGeneration": "", "Qwen2VLForConditional
 """Architectures that were tested with pictures, and what else they take, which was not."""
 TESTED_WITH_FP8 = "full attention and windows"
 """Layers whose keys and values in fp8 were compared after a swap."""
+OTHER_LAYERS = (*LAYERS.values(), *STATES.values(), "windows stored whole", "chunks stored whole")
+"""All but those of full attention, by the names of :mod:`kvpolicy_vllm.plugin.tested_versions`, as what follows."""
+TESTED_LAYERS: dict[str, tuple[str, ...]] = {
+    "LoRA": (),
+    "KV events": (),
+    "data parallelism": (),
+    **dict.fromkeys(DRAFTS.values(), ()),
+    "speculation by ngram": ("sliding windows",),
+    MLA_DRAFTS: ("MLA",),
+}
+"""Features that were tested with full attention, and with these layers besides."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -42,6 +53,8 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
         untested_inputs(config),
         untested_precision(config),
         several_precisions(config),
+        shared_layers(config),
+        untested_layers(config, kv_cache),
         untested_connectors(connectors_beside(config), kv_cache),
         untested_states(config, kv_cache),
         untested_version(config, kv_cache),
@@ -129,6 +142,27 @@ def several_precisions(config: VllmConfig) -> str:
     ]
     named = " and ".join(filter(None, flags))
     return f"{named}: layers with keys and values of several types were not tested" if named else ""
+
+
+def shared_layers(config: VllmConfig) -> str:
+    """That layers have the keys and values of others, which was not tested; empty where none has."""
+    shared = getattr(config.model_config.hf_text_config, "num_kv_shared_layers", None)
+    return f"layers that share the KV of others were not tested (num_kv_shared_layers is {shared})" if shared else ""
+
+
+def untested_layers(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
+    """Which features were not tested with the model's layers, or its experts; empty where all were. ``kv_cache``: None
+    where not known."""
+    found = features_of(config, kv_cache)
+    layers = [name for name in found if name in OTHER_LAYERS]
+    parts = []
+    for feature in (name for name in found if name in TESTED_LAYERS):
+        others = [name for name in layers if name not in TESTED_LAYERS[feature]]
+        if feature == "data parallelism" and "MoE" in found:
+            others.append("experts")
+        if others:
+            parts.append(f"{feature} with {' or '.join(others)}")
+    return f"not tested: {', '.join(parts)}" if parts else ""
 
 
 def untested_states(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:

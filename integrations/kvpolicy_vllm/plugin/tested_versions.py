@@ -40,15 +40,15 @@ MLA_DRAFTS = "speculation by MTP on MLA"
 OTHERS = (
     "full attention", "windows stored whole", "chunks stored whole", "MoE", "fp8 KV cache", "LoRA", "multimodal",
     "prefix caching", "priority scheduling", "orders of service", "prompts in host memory",
-    "prompts in files, beyond restarts", "tensor parallelism", "data parallelism", "beside ExampleConnector",
-    "beside DecodeBenchConnector", "beside NixlConnector", "beside LMCacheMPConnector",
+    "prompts in files, beyond restarts", "tensor parallelism", "data parallelism", "KV events",
+    "beside ExampleConnector", "beside DecodeBenchConnector", "beside NixlConnector", "beside LMCacheMPConnector",
 )  # fmt: skip
 TESTED = {
     COMPLETE: frozenset({*LAYERS.values(), *STATES.values(), *DRAFTS.values(), MLA_DRAFTS, *OTHERS}),
     (0, 31): frozenset(
         {
             "full attention", "windows stored whole", "MoE", "fp8 KV cache", "LoRA", "prefix caching",
-            "priority scheduling", "orders of service", "tensor parallelism", "data parallelism",
+            "priority scheduling", "orders of service", "tensor parallelism", "data parallelism", "KV events",
             "beside ExampleConnector", "beside DecodeBenchConnector",
         }
     ),
@@ -101,6 +101,7 @@ def features_of(config: VllmConfig, kv_cache: KVCacheConfig | None) -> list[str]
         (own.get("cache_files") is not None, "prompts in files, beyond restarts"),
         (parallel.tensor_parallel_size > 1, "tensor parallelism"),
         (parallel.data_parallel_size > 1, "data parallelism"),
+        (config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events, "KV events"),
     )
     layers = [] if kv_cache is None else [layers_of(group) for group in kv_cache.kv_cache_groups]
     found = [*layers, *(name for is_there, name in has if is_there), *_drafts(config)]

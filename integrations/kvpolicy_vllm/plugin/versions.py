@@ -29,6 +29,7 @@ OLDEST_WITH_DEFERRED_FREES = (0, 30)
 WITHIN_A_BLOCK_OF_STATES = (0, 32)
 """The version whose CPU build was seen to end beyond one. On earlier ones states are not served; of later ones no CPU
 build is published, and one from sources is taken to end, too, as none was seen to come through."""
+WITHOUT_PLUGIN = "run this engine without the kvpolicy flags"
 BETWEEN_RELEASES = re.compile(r"\d(a|b|rc)\d|\.dev\d")
 """A release candidate, or a build from untagged sources. Not refused, since nearly all of its code is that of a release
 and refusing would exclude all users who build vLLM."""
@@ -99,7 +100,7 @@ def allows_untested(config: VllmConfig) -> bool:
     return has_set(config, "allow_untested_version")
 
 
-def refuse_older(config: VllmConfig, what: str, instead: str = "run this engine without the kvpolicy flags") -> None:
+def refuse_older(config: VllmConfig, what: str, instead: str = WITHOUT_PLUGIN) -> None:
     """Raise :class:`UnsupportedEngine` below :data:`OLDEST_WITH_TABLES`, for ``what`` is served from there on."""
     if engine_version(allow_untested=allows_untested(config)) < OLDEST_WITH_TABLES:
         raise UnsupportedEngine(older_message(what, instead))
