@@ -43,7 +43,8 @@ def main() -> None:
 def server_of(flags: list[str]) -> dict[str, Any]:
     """What a profile must know of the server with these flags, ``[LLM, FLAG, ...]``.
 
-    Raises InputError where there are several engine cores, RefusedByVllm and UnsupportedEngine as it would not start.
+    Raises InputError where there are several engine cores or tokens are drafted, RefusedByVllm and UnsupportedEngine as
+    it would not start.
     """
     arguments = server_arguments(flags)
     gives_length = isinstance(arguments.max_model_len, int) and arguments.max_model_len > 0
@@ -53,6 +54,13 @@ def server_of(flags: list[str]) -> dict[str, Any]:
         raise InputError(
             f"--data-parallel-size is {parallel.data_parallel_size}: one engine core is measured, whose costs are "
             "those of every other; leave the flag out here, and give it to the server"
+        )
+    # A drafter with KV of its own has blocks ahead of the tokens: no request would ever be seen to lack one.
+    if config.speculative_config is not None:
+        raise InputError(
+            "--speculative-config is given: an engine that drafts is not measured; leave the flag out here. A server "
+            "that drafts by ngram takes what is measured; one whose drafter keeps KV of its own does not, since its "
+            "blocks have more bytes"
         )
     return _blocks_of(config) | {
         "token_budget": scheduler.max_num_batched_tokens,
