@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvpolicy_vllm.plugin.layer_refusals import refuse_kv_cache
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
-from tests.vllm.kv_caches import kv_cache, latent_spec, spec_of
+from tests.vllm.kv_caches import kv_cache, latent_spec, spec_of, unserved_groups
 
 CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
 
@@ -64,3 +64,15 @@ def test_latent_kv_beside_states_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnsupportedEngine, match="does not serve latent KV beside states, as the layers of Kimi Linear"):
         refuse(kept, latent)
     refuse(latent)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_layers_unlike_the_others_are_told_with_the_flag_that_may_bring_them(
+    monkeypatch: pytest.MonkeyPatch, drafts: bool
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    unlike = unserved_groups(16)["group indexer"]
+    config: Any = SimpleNamespace(kv_transfer_config=None, speculative_config=SimpleNamespace() if drafts else None)
+    with pytest.raises(UnsupportedEngine, match="of the kind UniformTypeKVCacheSpecs") as refused:
+        refuse_kv_cache(config, KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=[unlike]))
+    assert ("leave --speculative-config out" in str(refused.value)) == drafts

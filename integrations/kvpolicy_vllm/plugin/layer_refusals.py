@@ -31,6 +31,8 @@ SERVED_STATES = ("MAMBA2", "GDN_ATTN")
 STORED_WHOLE = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
 """Those of which vLLM stores every token with ``--disable-hybrid-kv-cache-manager``, where they are beside full
 attention and nothing else."""
+UNLIKE_LAYERS = "UniformTypeKVCacheSpecs"
+"""That of one group of layers that attend alike, and whose keys and values differ in shape or type."""
 LATENT_BESIDE_STATES = "latent KV beside states, as the layers of Kimi Linear and Kimi K3 keep"
 """Their states (KDA) have the same name in vLLM as those of GDN layers."""
 
@@ -40,7 +42,9 @@ def refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     for group in kv_cache.kv_cache_groups:
         problem = _problem_of(group)
         if problem:
-            raise UnsupportedEngine(f"kvpolicy does not serve {problem}; {WITHOUT_PLUGIN}")
+            drafts = kind_of(group) == UNLIKE_LAYERS and getattr(config, "speculative_config", None) is not None
+            instead = "leave --speculative-config out, whose drafter may have such layers, or " * drafts
+            raise UnsupportedEngine(f"kvpolicy does not serve {problem}; {instead}{WITHOUT_PLUGIN}")
     if is_plain(kv_cache):
         return
     kinds = {kind_of(group) for group in kv_cache.kv_cache_groups}
