@@ -54,6 +54,7 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
         untested_precision(config),
         several_precisions(config),
         shared_layers(config),
+        untested_drafts(config),
         untested_layers(config, kv_cache),
         untested_connectors(connectors_beside(config), kv_cache),
         untested_states(config, kv_cache),
@@ -148,6 +149,18 @@ def shared_layers(config: VllmConfig) -> str:
     """That layers have the keys and values of others, which was not tested; empty where none has."""
     shared = getattr(config.model_config.hf_text_config, "num_kv_shared_layers", None)
     return f"layers that share the KV of others were not tested (num_kv_shared_layers is {shared})" if shared else ""
+
+
+def untested_drafts(config: VllmConfig) -> str:
+    """What was not tested of how tokens are drafted; empty where all was. What is served goes by the method's name."""
+    speculation = config.speculative_config
+    of_several_modules = getattr(speculation, "use_multi_module_mtp", None)
+    kinds = (
+        (getattr(speculation, "parallel_drafting", False), "parallel_drafting, as of P-EAGLE and PARD,"),
+        (of_several_modules is not None and of_several_modules(), "MTP of several modules"),
+    )
+    named = " and ".join(kind for is_there, kind in kinds if is_there)
+    return f"--speculative-config: {named} was not tested" if named else ""
 
 
 def untested_layers(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
