@@ -272,6 +272,13 @@ def test_layers_that_share_kv_are_told(shared: int | None, is_told: bool) -> Non
     assert tested_setups.untested_setup(config, with_layers(FULL)) == words * is_told
 
 
+@pytest.mark.parametrize(("layers", "is_told"), [(None, False), ({"kda_layers": [1]}, True)])
+def test_states_that_vllm_calls_by_the_name_of_others_are_told(layers: Any, is_told: bool) -> None:
+    config = configured(hf_text_config=SimpleNamespace(linear_attn_config=layers), is_hybrid=True)
+    words = "KDA states were not tested (linear_attn_config); GDN states were"
+    assert tested_setups.untested_setup(config, with_layers(FULL, GDN)) == words * is_told
+
+
 LORA: dict[str, Any] = {"lora_config": SimpleNamespace()}
 EVENTS, SILENT = (
     {"kv_events_config": SimpleNamespace(enable_kv_cache_events=is_enabled)} for is_enabled in (True, False)

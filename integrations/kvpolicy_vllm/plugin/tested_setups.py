@@ -58,6 +58,7 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
         untested_layers(config, kv_cache),
         untested_connectors(connectors_beside(config), kv_cache),
         untested_states(config, kv_cache),
+        untested_kind_of_states(config),
         untested_version(config, kv_cache),
     )
     return "; ".join(filter(None, parts))
@@ -190,3 +191,10 @@ def untested_states(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
         "states on vLLM's model runner v2 were never tested on a GPU; the blocks of a preempted request are held until "
         "they are saved, for a step or more, in which nobody can have them"
     )
+
+
+def untested_kind_of_states(config: VllmConfig) -> str:
+    """That the states are of a kind which was not tested, though vLLM calls them as one that was; else empty. Beside
+    latent KV, as Kimi Linear has them unless that is switched off (``VLLM_MLA_DISABLE``), they are refused."""
+    layers = getattr(config.model_config.hf_text_config, "linear_attn_config", None)
+    return "KDA states were not tested (linear_attn_config); GDN states were" if layers else ""
