@@ -81,7 +81,6 @@ def _blocks_of(config: VllmConfig) -> dict[str, Any]:
     ranks = int(config.parallel_config.tensor_parallel_size)
     try:
         kv_cache = laid_out(config)
-        rank_bytes = block_bytes(kv_cache)
     # The model's own error, or one of a model that needs its weights or a device to be made.
     except Exception:  # noqa: BLE001
         windows_whole = bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
@@ -93,6 +92,7 @@ def _blocks_of(config: VllmConfig) -> dict[str, Any]:
         }
     refuse_unsupported(config, kv_cache)
     size, tables = block_size(kv_cache), 1 if is_plain(kv_cache) else len(kv_cache.kv_cache_groups)
+    rank_bytes = block_bytes(kv_cache)
     return {
         "block_size": size,
         "block_tables": tables,

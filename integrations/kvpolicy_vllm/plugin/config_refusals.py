@@ -22,7 +22,12 @@ from kvpolicy_vllm.plugin.engine_config import refuse_other_model
 from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
 from kvpolicy_vllm.plugin.host_share import take_share
 from kvpolicy_vllm.plugin.kv_layout import is_plain
-from kvpolicy_vllm.plugin.layer_refusals import LATENT_BESIDE_STATES, refuse_kv_cache, refuse_overwritten
+from kvpolicy_vllm.plugin.layer_refusals import (
+    LATENT_BESIDE_STATES,
+    refuse_kv_cache,
+    refuse_layout,
+    refuse_overwritten,
+)
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.served_weights import note_weights
@@ -100,6 +105,7 @@ def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> No
     _refuse_cache(config, kv_cache)
     if kv_cache is not None:
         refuse_kv_cache(config, kv_cache)
+        refuse_layout(kv_cache)
 
 
 def _refuse_device() -> None:

@@ -5,8 +5,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.connector_list import has_set
-from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of, state_kind
+from kvpolicy_vllm.plugin.kv_layout import (
+    FULL_ATTENTION,
+    is_plain,
+    kind_of,
+    pieces,
+    says_where_layers_lie,
+    state_kind,
+)
 from kvpolicy_vllm.plugin.order_limits import order_of, ranks_itself
 from kvpolicy_vllm.plugin.pinned_blocks import overwrites_before_saves
 from kvpolicy_vllm.plugin.state_steps import beyond_a_block_of_states
@@ -62,6 +70,20 @@ def refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     may_end = platform().is_cpu() and engine_version(allow_untested=allows_untested(config)) >= WITHIN_A_BLOCK_OF_STATES
     if may_end and (problem := beyond_a_block_of_states(config, kv_cache)):
         raise UnsupportedEngine(problem)
+
+
+def refuse_layout(kv_cache: KVCacheConfig) -> None:
+    """Raise :class:`UnsupportedEngine` where a block of a layer is not whole in device memory, as where vLLM puts the
+    heads (H) around the blocks or the layers. With one KV head every layout has it whole."""
+    if not says_where_layers_lie(kv_cache):
+        return
+    try:
+        pieces(kv_cache)
+    except InputError as error:
+        raise UnsupportedEngine(
+            f"kvpolicy does not serve this layout of the KV cache ({error}); set VLLM_KV_CACHE_LAYOUT to one in which "
+            f"layers (L) and blocks (B) come first, as LBHNC or BLHNC, or {WITHOUT_PLUGIN}"
+        ) from error
 
 
 def _problem_of(group: Any) -> str:
