@@ -90,6 +90,11 @@ class HostStore:
         found = map(self._by_key.get, keys)
         return sum(block is not None and block.slot is not None for block in found)
 
+    def has_elsewhere(self, key: Hashable, place: Hashable) -> bool:
+        """Whether there is a content with this key that is not the one watched at that place."""
+        block = self._by_key.get(key)
+        return block is not None and self.watched.get(place) is not block
+
     def leading(self, keys: Iterable[Hashable]) -> int:
         """How many of these contents have a slot, up to the first one that has none."""
         count = 0

@@ -78,6 +78,41 @@ def test_speculation_is_refused_before_0_32(monkeypatch: pytest.MonkeyPatch) -> 
         config_refusals._refuse_speculation(speculating())
 
 
+def shaped(heads: int, size: int, ranks: int = 1, window: int | None = None) -> Any:
+    """What is asked of a model whose layers have so many KV heads of that size, over these ranks."""
+    return SimpleNamespace(
+        get_num_kv_heads=lambda parallel: max(1, heads // ranks), get_head_size=lambda: size, use_mla=False,
+        get_sliding_window=lambda: window, is_hybrid=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_a_drafter_of_another_shape_is_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Of all layers that attend to everything vLLM makes one group. MTP has the model's own layers, and beside windows
+    the drafter's have a group of their own."""
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    config = speculating(method=method)
+    config.parallel_config = SimpleNamespace()
+
+    def refuse(model: Any, drafter: Any) -> None:
+        config.model_config, config.speculative_config.draft_model_config = model, drafter
+        config_refusals._refuse_speculation(config)
+
+    refuse(shaped(4, 32), shaped(4, 32))
+    refuse(shaped(4, 32, ranks=4), shaped(2, 32, ranks=4))
+    refuse(shaped(4, 32, window=64), shaped(2, 32))
+    for drafter in (shaped(2, 32), shaped(4, 64), shaped(2, 64)):
+        if method == "mtp":
+            refuse(shaped(4, 32), drafter)
+            continue
+        heads, size = drafter.get_num_kv_heads(None), drafter.get_head_size()
+        words = f"with layers of {heads} KV heads of {size} values on a rank, beside the model's of 4 of 32"
+        with pytest.raises(UnsupportedEngine, match=f"by {method} {words}: leave --speculative-config out, or"):
+            refuse(shaped(4, 32), drafter)
+
+
 OWN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

@@ -15,6 +15,7 @@ from kvpolicy_vllm.bench.engine_process import EngineProcess, environment
 from tests.vllm import families
 
 PLUGIN = launch.flags({"policy": "always-recompute"})
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}')
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,7 @@ def test_layers_that_are_not_served_are_refused_before_weights_are_read(process:
         ("", ("--max-model-len", "1000000"), "max_model_len"),
         ("", ("--pipeline-parallel-size", "2"), "kvpolicy does not serve pipeline parallelism"),
         ("", ("--data-parallel-size", "2"), "--data-parallel-size is 2: one engine core is measured"),
+        ("", DRAFTS, "--speculative-config is given: an engine that drafts is not measured"),
         ("", ("--help",), "start no server"),
         ("org/no-such-model", (), "outgoing traffic has been disabled"),
     ],

@@ -24,6 +24,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import block_format
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport, Job, StepJobs
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 from tests.vllm import harness
 
 BLOCKS = 8
@@ -223,6 +224,16 @@ def test_blocks_are_found_in_every_layout_that_is_said(model: str, layout: str) 
     before[:, 5] = before[:, 2]
     before[:, 2] = 0.0
     assert torch.equal(blocks, before)
+
+
+def test_a_layout_that_takes_blocks_apart_is_refused_when_the_connector_is_made(model: str) -> None:
+    """Before the memory is there. Heads are outside of the blocks here, each of which has a quarter of a page there."""
+    layer_stride, block_stride = 4 * BLOCKS * PAGE, 4 * PAGE // 4
+    apart = KVCacheTensor(
+        size=2 * layer_stride, layers=list(LAYERS), layer_stride=layer_stride, block_stride=block_stride
+    )
+    with pytest.raises(UnsupportedEngine, match="VLLM_KV_CACHE_LAYOUT"):
+        worker(model, apart)
 
 
 def test_forward_passes_are_timed_where_the_scheduler_asks_and_copies_in_between_left_out(model: str) -> None:

@@ -10,13 +10,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kvpolicy_vllm.plugin.scheduler import PolicyHooks
 from tests.vllm import fuzz, soak
+from tests.vllm.kv_caches import kv_cache
 from tests.vllm.models import write_llama
 from tests.vllm.setups import KINDS, ORDERS, UNRULY, Setup
 from tests.vllm.versions import INSTALLED, skip_before_tables, source_or_skip
@@ -114,6 +123,32 @@ def test_blocks_that_no_step_has_computed_are_found_in_no_table(layers: str, tmp
     made.run()
     assert made.outcome().problems == ()
     assert set(withdrawn) == set(range(len(sizes))) and min(withdrawn.values()) > 0, withdrawn
+
+
+@pytest.mark.parametrize(("computed_tokens", "found_tokens"), [(40, 0), (48, 48), (60, 48)])
+def test_the_end_of_a_prompt_that_is_found_by_a_part_of_its_block_stays(
+    computed_tokens: int, found_tokens: int
+) -> None:
+    """Blocks of 32 tokens, hashes of 16: of a prompt of 60 tokens vLLM enters the first 48. A preemption takes them out
+    only before they are computed, as those who come with the same prompt find them on stock vLLM."""
+    skip_before_tables("several block tables are")
+    init_none_hash(sha256)
+    cache, hasher = kv_cache("full-states", 20, 32, caching=True), get_request_block_hasher(16, sha256)
+    manager = KVCacheManager(cache, 2048, 32, 16, enable_caching=True)
+    victim, other = (
+        Request(name, list(range(60)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        for name in ("victim", "other")
+    )
+    assert manager.allocate_slots(victim, 48) is not None
+    if computed_tokens > 48:  # in a step of its own, as vLLM schedules what is behind the hashes of a prompt
+        victim.num_computed_tokens = 48
+        assert manager.allocate_slots(victim, 12) is not None
+    victim.num_computed_tokens = computed_tokens
+    assert manager.get_computed_blocks(other)[1] == 48
+    scheduler: Any = SimpleNamespace(kv_cache_manager=manager, kv_cache_config=cache)
+    PolicyHooks._withdraw_uncomputed(scheduler, victim)
+    manager.free(victim)
+    assert manager.get_computed_blocks(other)[1] == found_tokens
 
 
 @pytest.mark.feature("several KV cache groups")

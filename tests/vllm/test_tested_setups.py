@@ -13,12 +13,14 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm
+from vllm.config import SpeculativeConfig
 
 from kvpolicy_vllm import connector
 from kvpolicy_vllm.check import lay_out
 from kvpolicy_vllm.plugin import tested_setups
 from tests.feature_record import RECORD
 from tests.vllm import families, features
+from tests.vllm.bare_configs import bare
 from tests.vllm.versions import ROOT
 
 
@@ -270,6 +272,13 @@ def test_layers_that_share_kv_are_told(shared: int | None, is_told: bool) -> Non
     assert tested_setups.untested_setup(config, with_layers(FULL)) == words * is_told
 
 
+@pytest.mark.parametrize(("layers", "is_told"), [(None, False), ({"kda_layers": [1]}, True)])
+def test_states_that_vllm_calls_by_the_name_of_others_are_told(layers: Any, is_told: bool) -> None:
+    config = configured(hf_text_config=SimpleNamespace(linear_attn_config=layers), is_hybrid=True)
+    words = "KDA states were not tested (linear_attn_config); GDN states were"
+    assert tested_setups.untested_setup(config, with_layers(FULL, GDN)) == words * is_told
+
+
 LORA: dict[str, Any] = {"lora_config": SimpleNamespace()}
 EVENTS, SILENT = (
     {"kv_events_config": SimpleNamespace(enable_kv_cache_events=is_enabled)} for is_enabled in (True, False)
@@ -304,6 +313,33 @@ def test_features_that_were_not_tested_with_such_layers_are_told(
     config = configured()
     vars(config).update(changed)
     assert tested_setups.untested_setup(config, kv_cache) == words
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "words"),
+    [
+        ("eagle", {"parallel_drafting": False}, ""),
+        ("eagle", {"parallel_drafting": True}, "parallel_drafting, as of P-EAGLE and PARD, was not tested"),
+        ("mtp", {"use_multi_module_mtp": lambda: False}, ""),
+        ("mtp", {"use_multi_module_mtp": lambda: True}, "MTP of several modules was not tested"),
+    ],
+)
+def test_ways_to_draft_that_were_not_tested_are_told(method: str, more: dict[str, Any], words: str) -> None:
+    """Of methods that are served."""
+    config = configured()
+    config.speculative_config = SimpleNamespace(method=method, **more)
+    said = f"--speculative-config: {words}" if words else ""
+    assert tested_setups.untested_setup(config, with_layers(FULL)) == said
+
+
+@pytest.mark.parametrize(("modules", "drafted", "is_told"), [(1, 3, False), (3, 1, False), (3, 2, True)])
+def test_vllm_is_asked_whether_mtp_has_several_modules(modules: int, drafted: int, is_told: bool) -> None:
+    config = configured()
+    drafter = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules))
+    config.speculative_config = bare(
+        SpeculativeConfig, method="mtp", draft_model_config=drafter, num_speculative_tokens=drafted
+    )
+    assert bool(tested_setups.untested_drafts(config)) == is_told
 
 
 @pytest.mark.parametrize(("experts", "words"), [(0, ""), (8, "not tested: data parallelism with experts")])

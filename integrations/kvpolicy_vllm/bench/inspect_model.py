@@ -43,7 +43,8 @@ def main() -> None:
 def server_of(flags: list[str]) -> dict[str, Any]:
     """What a profile must know of the server with these flags, ``[LLM, FLAG, ...]``.
 
-    Raises InputError where there are several engine cores, RefusedByVllm and UnsupportedEngine as it would not start.
+    Raises InputError where there are several engine cores or tokens are drafted, RefusedByVllm and UnsupportedEngine as
+    it would not start.
     """
     arguments = server_arguments(flags)
     gives_length = isinstance(arguments.max_model_len, int) and arguments.max_model_len > 0
@@ -53,6 +54,13 @@ def server_of(flags: list[str]) -> dict[str, Any]:
         raise InputError(
             f"--data-parallel-size is {parallel.data_parallel_size}: one engine core is measured, whose costs are "
             "those of every other; leave the flag out here, and give it to the server"
+        )
+    # A drafter with KV of its own has blocks ahead of the tokens: no request would ever be seen to lack one.
+    if config.speculative_config is not None:
+        raise InputError(
+            "--speculative-config is given: an engine that drafts is not measured; leave the flag out here. A server "
+            "that drafts by ngram takes what is measured; one whose drafter keeps KV of its own does not, since its "
+            "blocks have more bytes"
         )
     return _blocks_of(config) | {
         "token_budget": scheduler.max_num_batched_tokens,
@@ -73,7 +81,6 @@ def _blocks_of(config: VllmConfig) -> dict[str, Any]:
     ranks = int(config.parallel_config.tensor_parallel_size)
     try:
         kv_cache = laid_out(config)
-        rank_bytes = block_bytes(kv_cache)
     # The model's own error, or one of a model that needs its weights or a device to be made.
     except Exception:  # noqa: BLE001
         windows_whole = bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
@@ -85,6 +92,7 @@ def _blocks_of(config: VllmConfig) -> dict[str, Any]:
         }
     refuse_unsupported(config, kv_cache)
     size, tables = block_size(kv_cache), 1 if is_plain(kv_cache) else len(kv_cache.kv_cache_groups)
+    rank_bytes = block_bytes(kv_cache)
     return {
         "block_size": size,
         "block_tables": tables,

@@ -22,7 +22,12 @@ from kvpolicy_vllm.plugin.engine_config import refuse_other_model
 from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
 from kvpolicy_vllm.plugin.host_share import take_share
 from kvpolicy_vllm.plugin.kv_layout import is_plain
-from kvpolicy_vllm.plugin.layer_refusals import LATENT_BESIDE_STATES, refuse_kv_cache, refuse_overwritten
+from kvpolicy_vllm.plugin.layer_refusals import (
+    LATENT_BESIDE_STATES,
+    refuse_kv_cache,
+    refuse_layout,
+    refuse_overwritten,
+)
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.served_weights import note_weights
@@ -48,6 +53,8 @@ SERVED_DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of ``--speculative-config``."""
 SERVED_MLA_DRAFTERS = ("mtp",)
 """Those of models with latent attention. No other was compared there."""
+DRAFTERS_OF_OTHER_SHAPE = ("draft_model", "eagle", "eagle3")
+"""Those with layers of another model's. Layers of MTP are of the model itself."""
 
 
 def refuse_early() -> VllmConfig | None:
@@ -98,6 +105,7 @@ def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> No
     _refuse_cache(config, kv_cache)
     if kv_cache is not None:
         refuse_kv_cache(config, kv_cache)
+        refuse_layout(kv_cache)
 
 
 def _refuse_device() -> None:
@@ -256,6 +264,7 @@ def _refuse_speculation(config: VllmConfig) -> None:
             model.use_mla and method not in SERVED_MLA_DRAFTERS,
             f"speculation by {method} of an MLA model, only by {', '.join(SERVED_MLA_DRAFTERS)}: {instead}",
         ),
+        (bool(shapes := _unlike_drafter(config)), f"{shapes}: {instead}"),
         # A CPU turns it off after this is asked first.
         (
             bool(config.scheduler_config.async_scheduling) and not platform().is_cpu(),
@@ -264,6 +273,29 @@ def _refuse_speculation(config: VllmConfig) -> None:
         (ranks_itself(config), drafts_beside(order_of(config))),
     )
     _refuse_first(refusals)
+
+
+def _unlike_drafter(config: VllmConfig) -> str:
+    """That a drafter keeps other KV of a token than the model; empty where it does not.
+
+    Of layers that attend to everything vLLM makes one KV cache group, which is not served with pages of several sizes.
+    Layers with windows have groups of their own, which only vLLM knows.
+    """
+    speculation = config.speculative_config
+    assert speculation is not None
+    drafter = getattr(speculation, "draft_model_config", None)
+    if drafter is None or speculation.method not in DRAFTERS_OF_OTHER_SHAPE:
+        return ""
+    models = config.model_config, drafter
+    if any(one.get_sliding_window() or getattr(one, "attention_chunk_size", None) for one in models):
+        return ""
+    kept, drafted = ((one.get_num_kv_heads(config.parallel_config), one.get_head_size()) for one in models)
+    if kept == drafted:
+        return ""
+    return (
+        f"speculation by {speculation.method} with layers of {drafted[0]} KV heads of {drafted[1]} values on a rank, "
+        f"beside the model's of {kept[0]} of {kept[1]}"
+    )
 
 
 def _refuse_routed_experts(config: VllmConfig) -> None:

@@ -5,8 +5,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.connector_list import has_set
-from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of, state_kind
+from kvpolicy_vllm.plugin.kv_layout import (
+    FULL_ATTENTION,
+    is_plain,
+    kind_of,
+    pieces,
+    says_where_layers_lie,
+    state_kind,
+)
 from kvpolicy_vllm.plugin.order_limits import order_of, ranks_itself
 from kvpolicy_vllm.plugin.pinned_blocks import overwrites_before_saves
 from kvpolicy_vllm.plugin.state_steps import beyond_a_block_of_states
@@ -31,6 +39,8 @@ SERVED_STATES = ("MAMBA2", "GDN_ATTN")
 STORED_WHOLE = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
 """Those of which vLLM stores every token with ``--disable-hybrid-kv-cache-manager``, where they are beside full
 attention and nothing else."""
+UNLIKE_LAYERS = "UniformTypeKVCacheSpecs"
+"""That of one group of layers that attend alike, and whose keys and values differ in shape or type."""
 LATENT_BESIDE_STATES = "latent KV beside states, as the layers of Kimi Linear and Kimi K3 keep"
 """Their states (KDA) have the same name in vLLM as those of GDN layers."""
 
@@ -40,7 +50,9 @@ def refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     for group in kv_cache.kv_cache_groups:
         problem = _problem_of(group)
         if problem:
-            raise UnsupportedEngine(f"kvpolicy does not serve {problem}; {WITHOUT_PLUGIN}")
+            drafts = kind_of(group) == UNLIKE_LAYERS and getattr(config, "speculative_config", None) is not None
+            instead = "leave --speculative-config out, whose drafter may have such layers, or " * drafts
+            raise UnsupportedEngine(f"kvpolicy does not serve {problem}; {instead}{WITHOUT_PLUGIN}")
     if is_plain(kv_cache):
         return
     kinds = {kind_of(group) for group in kv_cache.kv_cache_groups}
@@ -58,6 +70,20 @@ def refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     may_end = platform().is_cpu() and engine_version(allow_untested=allows_untested(config)) >= WITHIN_A_BLOCK_OF_STATES
     if may_end and (problem := beyond_a_block_of_states(config, kv_cache)):
         raise UnsupportedEngine(problem)
+
+
+def refuse_layout(kv_cache: KVCacheConfig) -> None:
+    """Raise :class:`UnsupportedEngine` where a block of a layer is not whole in device memory, as where vLLM puts the
+    heads (H) around the blocks or the layers. With one KV head every layout has it whole."""
+    if not says_where_layers_lie(kv_cache):
+        return
+    try:
+        pieces(kv_cache)
+    except InputError as error:
+        raise UnsupportedEngine(
+            f"kvpolicy does not serve this layout of the KV cache ({error}); set VLLM_KV_CACHE_LAYOUT to one in which "
+            f"layers (L) and blocks (B) come first, as LBHNC or BLHNC, or {WITHOUT_PLUGIN}"
+        ) from error
 
 
 def _problem_of(group: Any) -> str:

@@ -61,6 +61,16 @@ def _throttles(throttle_prefills: bool = False, *args: Any, **kwargs: Any) -> bo
     return bool(throttle_prefills)
 
 
+def _is_hashed_beyond(block: Any, computed_tokens: int) -> bool:
+    """Whether the hash of a block that is not full of these tokens stands for more than them.
+
+    Where blocks of states are larger than those of attention, or with ``--prefix-match-unit``, vLLM enters the end of a
+    prompt by a part of its block, which may be computed. Of several hashes of a block this is the longest.
+    """
+    hashed_tokens = getattr(block, "block_hash_num_tokens", None)  # without it, only full blocks are entered
+    return hashed_tokens is None or bool(hashed_tokens > computed_tokens)
+
+
 def refuse_order(order: Order, scheduling: str) -> None:
     """Raise UnsupportedEngine for an order that this engine cannot serve by. ``scheduling``: vLLM's
     ``--scheduling-policy``."""
@@ -258,13 +268,13 @@ class PolicyHooks:
         manager = self.kv_cache_manager
         if not manager.enable_caching:
             return
-        groups = self.kv_cache_config.kv_cache_groups
+        groups, computed_tokens = self.kv_cache_config.kv_cache_groups, request.num_computed_tokens
         tables = manager.get_blocks(request.request_id).blocks
         uncomputed = {
             block.block_id
             for group, table in zip(groups, tables, strict=True)
-            for block in table[request.num_computed_tokens // group.kv_cache_spec.block_size :]
-            if block.block_hash is not None and not block.is_null
+            for block in table[computed_tokens // group.kv_cache_spec.block_size :]
+            if block.block_hash is not None and not block.is_null and _is_hashed_beyond(block, computed_tokens)
         }
         if uncomputed:
             manager.evict_blocks(uncomputed)

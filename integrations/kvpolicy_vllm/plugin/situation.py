@@ -7,7 +7,7 @@ Imports no vLLM: everything is read from the scheduler object.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from kvpolicy.events import Cause, Preemption
@@ -114,9 +114,9 @@ def situation_of(
         hit_tokens = None if hashed_tokens is None else survival.hit_tokens(hashed_tokens, cause)
     save_blocks = float(len(held))
     if survival is None or tables is not None:
-        save_blocks -= copies.pool.stored(block.block_hash for block in keyed)
+        save_blocks -= copies.pool.stored(_keys(keyed, scheduler, copies.pool))
     elif not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
-        save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in keyed[int(hit_blocks) :])
+        save_blocks -= hit_blocks + copies.pool.stored(_keys(keyed[int(hit_blocks) :], scheduler, copies.pool))
         save_blocks = max(0.0, save_blocks)  # a block of which a part is expected to survive may be stored
     lacking = running.short_blocks(request) if cause == "memory" else 0
     batch_tokens = running.take_out(request)
@@ -153,14 +153,14 @@ def situation_of(
             hit_tokens=hit_tokens,
         )
 
-    keys = (block.block_hash for block in keyed)
+    keys = _keys(keyed, scheduler, copies.pool)
     return situation(copies.pool.obtainable(computed, save_blocks, keys, lambda: gain_per_block(situation(0))))
 
 
 def contents_of(
     request_id: str, situation: Preemption, scheduler: Any, pool: HostStore, measured: bool
 ) -> list[tuple[Hashable | None, int]]:
-    """Hash and number of each block that a request loses, in order.
+    """Hash and number of each block that a request loses, in order; without a hash it is the request's own.
 
     vLLM hashes a block when the step that fills it is scheduled. Where that step preempts the request after all, the
     block is not full, and its hash stands for more than it holds.
@@ -172,10 +172,21 @@ def contents_of(
     leave = not (scheduler.needs_kv_cache_zeroing or measured)
     blocks = scheduler.kv_cache_manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
     full_blocks = situation.computed_tokens // situation.block_size if leave or measured else 0
-    hashes = [block.block_hash if index < full_blocks else None for index, block in enumerate(blocks)]
+    hashes = [*_keys(blocks[:full_blocks], scheduler, pool), *[None] * len(blocks[full_blocks:])]
     if not leave:
         hashes = [value if pool.stored([value]) else None for value in hashes]
     return [(value, block.block_id) for value, block in zip(hashes, blocks, strict=True)]
+
+
+def _keys(blocks: Iterable[Any], scheduler: Any, pool: HostStore) -> Iterator[Hashable | None]:
+    """The hash of each block; None where its content is not that of others with the hash.
+
+    At the last position of a block an EAGLE or MTP drafter keeps what also depends on the token behind it, which the
+    hash does not cover: for that vLLM drops the last block of a hit. There only one block of the device is one content.
+    """
+    if not getattr(scheduler, "use_eagle_block_drop", False):  # not in all versions
+        return (block.block_hash for block in blocks)
+    return (None if pool.has_elsewhere(block.block_hash, block.block_id) else block.block_hash for block in blocks)
 
 
 def prompt_situation(

@@ -54,9 +54,11 @@ def untested_setup(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
         untested_precision(config),
         several_precisions(config),
         shared_layers(config),
+        untested_drafts(config),
         untested_layers(config, kv_cache),
         untested_connectors(connectors_beside(config), kv_cache),
         untested_states(config, kv_cache),
+        untested_kind_of_states(config),
         untested_version(config, kv_cache),
     )
     return "; ".join(filter(None, parts))
@@ -150,6 +152,18 @@ def shared_layers(config: VllmConfig) -> str:
     return f"layers that share the KV of others were not tested (num_kv_shared_layers is {shared})" if shared else ""
 
 
+def untested_drafts(config: VllmConfig) -> str:
+    """What was not tested of how tokens are drafted; empty where all was. What is served goes by the method's name."""
+    speculation = config.speculative_config
+    of_several_modules = getattr(speculation, "use_multi_module_mtp", None)
+    kinds = (
+        (getattr(speculation, "parallel_drafting", False), "parallel_drafting, as of P-EAGLE and PARD,"),
+        (of_several_modules is not None and of_several_modules(), "MTP of several modules"),
+    )
+    named = " and ".join(kind for is_there, kind in kinds if is_there)
+    return f"--speculative-config: {named} was not tested" if named else ""
+
+
 def untested_layers(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
     """Which features were not tested with the model's layers, or its experts; empty where all were. ``kv_cache``: None
     where not known."""
@@ -177,3 +191,10 @@ def untested_states(config: VllmConfig, kv_cache: KVCacheConfig | None) -> str:
         "states on vLLM's model runner v2 were never tested on a GPU; the blocks of a preempted request are held until "
         "they are saved, for a step or more, in which nobody can have them"
     )
+
+
+def untested_kind_of_states(config: VllmConfig) -> str:
+    """That the states are of a kind which was not tested, though vLLM calls them as one that was; else empty. Beside
+    latent KV, as Kimi Linear has them unless that is switched off (``VLLM_MLA_DISABLE``), they are refused."""
+    layers = getattr(config.model_config.hf_text_config, "linear_attn_config", None)
+    return "KDA states were not tested (linear_attn_config); GDN states were" if layers else ""
