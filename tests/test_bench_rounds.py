@@ -67,23 +67,44 @@ def in_chats(bench: str, figures: tuple[str, ...], arm: str, **cell: Any) -> lis
     return [*seconds, f"{rate:.3f}", f"{found:.1%}"]
 
 
-def test_the_table_of_a_chat_is_that_of_the_runs() -> None:
+CHATS = {"chat": "five times, 95 s", "chat-busier": "three times, 75 s"}
+
+
+@pytest.mark.parametrize("bench", CHATS)
+def test_the_table_of_a_chat_is_that_of_the_runs(bench: str) -> None:
     page, times = said("docs/caching.md"), ("ttft_s", "later_ttft_s", "e2e_s")
     for name, arm in CHAT_ARMS.items():
-        assert row(name, *in_chats("chat", times, arm)) in page, arm
-    ratios = [rounds.ratio(RAW["chat"], figure, "kvpolicy").text() for figure in (*times, "messages_s")]
-    assert row("ratio, 95% over starts", *ratios) in page
-    messages, window = (rounds.mean(RAW["chat"], figure, "vllm") for figure in ("messages", "window_tokens"))
-    assert f"{messages:.0f} messages a run by vLLM, with windows of {window:,.0f} tokens on average" in page
-    carried = rounds.by_round(RAW["chat-full"], "messages", "vllm")
-    assert len(carried) == 1 and "the one without pauses as `chat-full`" in page
-    prices = RAW["chat"]["prices"]
+        assert row(CHATS[bench], name, *in_chats(bench, times, arm)) in page, arm
+    ratios = [rounds.ratio(RAW[bench], figure, "kvpolicy").text() for figure in (*times, "messages_s")]
+    assert row(CHATS[bench], "ratio, 95% over starts", *ratios) in page
+    prices = RAW[bench]["prices"]
     decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
     assert (
         f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, of which a decoded token "
         f"takes {decoded_ms:.2f} ms and a token of a prompt adds {prompt_ms:.3f} ms"
     ) in page
-    values = (rounds.ratio(RAW["chat"], figure, "kvpolicy").value for figure in ("ttft_s", "e2e_s", "messages_s"))
+    assert RAW[f"{bench}-full"]["load"]["chatters"] == RAW[bench]["load"]["chatters"] == [22]
+
+
+def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
+    page, chat = said("docs/caching.md"), RAW["chat"]
+    many, window = (rounds.mean(chat, figure, "vllm") for figure in ("messages", "window_tokens"))
+    busier = [rounds.mean(RAW["chat-busier"], figure, "vllm") for figure in ("messages", "window_tokens")]
+    assert f"{many:.0f} messages a run by vLLM, with windows of {window:,.0f} tokens on average" in page
+    assert f"the second {busier[0]:.0f} and {busier[1]:,.0f}." in page
+    carried, served = (rounds.mean(RAW[name], "later_messages_s", "vllm") for name in ("chat-full", "chat"))
+    assert f"vLLM alone finished {carried:.3f} messages per second, and with them {served:.3f}" in page
+    assert f"a load of {served / carried:.0%}" in page and f"load {served / carried:.0%}, p / d " in said("README.md")
+    assert f"p / d {chat['prices']['price_ratio']:.3f}," in said("README.md")
+    ours, theirs = (rounds.by_round(chat, "ttft_s", arm) for arm in ("kvpolicy", "vllm"))
+    parts = [f"{ours[number] / theirs[number]:.3f}" for number in theirs]
+    assert f"was {parts[0]}, {parts[1]} and {parts[2]} of vLLM's" in page and max(map(float, parts)) < 1 / 3
+    assert f"All {chat['compared']['tokens']:,} tokens were the same" in page and not chat["compared"]["different"]
+    begun = sum(run["begun"] for run in chat["runs"]) / sum(run["messages"] for run in chat["runs"])
+    first = [rounds.mean(chat, "first_ttft_s", arm) for arm in ("vllm", "kvpolicy")]
+    assert f"With longer answers {begun:.0%} of the messages begin a conversation" in page
+    assert f"these had {first[0]:.2f} s to the first token by vLLM and {first[1]:.2f} s by the other one" in page
+    values = (rounds.ratio(chat, figure, "kvpolicy").value for figure in ("ttft_s", "e2e_s", "messages_s"))
     said_of_all = f"a chat with windows of 1,800 tokens: {', '.join(f'{value:.3f}' for value in values)}"
     assert row(said_of_all) in said("docs/results.md")
 
@@ -174,6 +195,13 @@ def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:
     assert (found["target"], found["compared"]) == ("llama", {"tokens": 15, "different": 1})
     assert [arm["flags"] for arm in found["arms"]] == [["--dtype", "float32"], ['{"files": "kv", "gib": 1}']]
     assert json.loads(rounds.text_of({"one": found})) == {"one": found}
+
+
+def test_the_first_minute_of_a_chat_does_not_count_for_its_later_rate() -> None:
+    rows = [{"sent_s": sent_s, "e2e_s": 5.0, "error": ""} for sent_s in (0.0, 54.0, 56.0, 80.0, 114.0, 116.0)]
+    rows[3]["error"] = "timed out"
+    assert rounds.later_rate({"steady_s": 120.0, "rows": rows}) == {"later_messages_s": 2 / 60}
+    assert rounds.later_rate({"steady_s": 60.0, "rows": rows}) == rounds.later_rate({"rows": rows}) == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"load": {}, "kind": "chat"}'])

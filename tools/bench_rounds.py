@@ -5,7 +5,8 @@
 FILE: a `bench.json` of `kvpolicy bench chat`, `analytics` or `rate`. It replaces what docs/bench-rounds.json has under
 NAME. Of every run of an arm its figures are kept, to six digits, and neither its single requests nor its counters; of
 the bench its model, its load and the flags of its servers, without folders, its versions, how many tokens were compared
-and how many conversations differed, and p / d where it was measured.
+and how many conversations differed, and p / d where it was measured. Runs of a chat have messages per second without
+their first minute, in which a chat with pauses begins slowly and one without begins with all at once.
 """
 
 from __future__ import annotations
@@ -49,13 +50,26 @@ def gathered(file: Path) -> dict[str, Any]:
                 "load": load,
                 "prices": {name: value for name, value in (bench.get("prices") or {}).items() if name in OF_PRICES},
                 "runs": [
-                    {name: value for name, value in run.items() if name not in LEFT_OUT}
+                    {name: value for name, value in run.items() if name not in LEFT_OUT} | later_rate(run)
                     for run in sorted(bench["runs"], key=lambda run: (run["round"], json.dumps(run["cell"])))
                 ],
             }
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise SystemExit(f"{file}: should be the bench.json of a bench: {error}") from None
+
+
+FIRST_S = 60.0
+"""Of a run of a chat: its first minute."""
+
+
+def later_rate(run: Mapping[str, Any]) -> dict[str, float]:
+    """Messages per second of a run of a chat after its first minute; nothing of another run, or a shorter one."""
+    until_s = run.get("steady_s", 0.0)
+    if until_s <= FIRST_S:
+        return {}
+    ends_s = [row["sent_s"] + row["e2e_s"] for row in run["rows"] if not row["error"]]
+    return {"later_messages_s": sum(FIRST_S < end_s <= until_s for end_s in ends_s) / (until_s - FIRST_S)}
 
 
 def without_path(word: str) -> str:

@@ -496,7 +496,7 @@ def test_what_is_found_is_what_was_lost(kind: str, seed: int) -> None:
         if device.random.random() < 0.01:
             device.reset()
         device.check()
-    assert device.loaded > 10 and (device.hits > 15 or device.store.total < 5)
+    assert device.loaded > 10 and (device.hits > 10 or device.store.total < 5)
     device.end_all()
     assert device.store.used == 0
     device.store.forget_keys()

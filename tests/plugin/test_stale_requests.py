@@ -71,8 +71,10 @@ def test_who_goes_on_in_what_the_device_still_finds_is_stale(device: Device) -> 
         found = device.made(f"found {number}", 0, block, 6)
         stale.admitted(found, device)
         assert found in stale
-    anew = device.made("anew", 0, 5, 6)
+    stale.ended(found, device)
+    device.held.pop(found.request_id)
     device.fill(5)
+    anew = device.made("anew", 0, 5, 6)
     stale.admitted(anew, device)
     assert anew not in stale, "the block was given away, and the same was computed into it again"
 
