@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 
 from kvpolicy.caching.base import Chain, Key
-from kvpolicy.caching.queue import ByQueues
+from kvpolicy.caching.eviction_queue import ByQueues
 
 Keys = OrderedDict[Key, None]
 

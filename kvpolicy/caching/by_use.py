@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Container, Sequence
 
 from kvpolicy.caching.base import Chain, Key
-from kvpolicy.caching.queue import ByQueues, Rank
+from kvpolicy.caching.eviction_queue import ByQueues, Rank
 
 Use = Rank
 """Blocks with the least one are given up first."""

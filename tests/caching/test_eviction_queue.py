@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpolicy.caching.queue import STALE, Queue
+from kvpolicy.caching.eviction_queue import STALE, Queue
 
 KEYS = st.sampled_from("abcdef")
 STEPS = st.lists(
