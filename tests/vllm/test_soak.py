@@ -13,6 +13,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,10 +98,11 @@ def test_blocks_that_no_step_has_computed_are_not_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cache", ["off", "cost", "python:tests.careless:Careless"])
 def test_an_engine_that_is_given_up_leaves_nothing_behind(
-    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Its observers outlive it, to be closed; they must not hold all the rest."""
-    monkeypatch.setattr(logging.root.manager, "disable", logging.ERROR)  # pytest keeps what is logged, with its frames
+    request.addfinalizer(partial(logging.disable, logging.NOTSET))
+    logging.disable(logging.ERROR)  # pytest keeps what is logged, with its frames
     made = fuzz.Schedule(Setup.draw(28, **PRESSED | {"cache": cache, "host_gib": 0.25}), write_llama(tmp_path))
     made.run()
     assert made.outcome().problems == ()
