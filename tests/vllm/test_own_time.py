@@ -88,6 +88,6 @@ def test_the_benchmark_says_the_share_and_whose_it_is(flags: list[str], model: s
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-4000:]
     for row in json.loads(out.read_text())["rows"]:
         assert 0 < row["share"] < 1 and row["low"] <= row["share"] <= row["high"] and row["rounds"] == 2
-        assert sum(row["by_method"].values()) == pytest.approx(row["share"])
+        assert sum(row["by_method"].values()) == pytest.approx(row["share"], rel=1e-4)
         sides = {method.partition(":")[0] for method in row["by_method"]}
         assert {"connector's scheduler side", "connector's worker side", "scheduler's schedule"} <= sides
