@@ -39,6 +39,13 @@ def test_only_what_helps_is_named() -> None:
     assert helping(asked, lambda changed: False) == []
 
 
+@pytest.mark.parametrize("given", [{"speculative_config": {"method": "ngram"}}, {"spec_method": "ngram"}])
+def test_a_server_that_drafts_by_any_flag_does_not_without_all_of_them(given: dict[str, Any]) -> None:
+    asked = arguments(**(dict.fromkeys(("speculative_config", "spec_method")) | given))
+    drafts = lambda changed: changed.speculative_config or changed.spec_method  # noqa: E731
+    assert drafts(asked) and helping(asked, lambda changed: not drafts(changed)) == ["no --speculative-config"]
+
+
 def test_drafts_may_stay_without_asynchronous_scheduling() -> None:
     asked = arguments(async_scheduling=None, speculative_config={"method": "ngram"}, kv_cache_dtype="int8_per_token")
     assert helping(asked, lambda changed: changed.async_scheduling is False) == ["--no-async-scheduling"]

@@ -88,7 +88,7 @@ def test_layers_that_are_not_served_are_refused_before_weights_are_read(process:
         ("", ("--max-model-len", "1000000"), "max_model_len"),
         ("", ("--pipeline-parallel-size", "2"), "kvpolicy does not serve pipeline parallelism"),
         ("", ("--data-parallel-size", "2"), "--data-parallel-size is 2: one engine core is measured"),
-        ("", DRAFTS, "--speculative-config is given: an engine that drafts is not measured"),
+        ("", DRAFTS, "the server drafts: an engine that does is not measured; leave --speculative-config"),
         ("", ("--help",), "start no server"),
         ("org/no-such-model", (), "outgoing traffic has been disabled"),
     ],

@@ -94,5 +94,5 @@ def test_layouts_that_take_a_block_of_a_layer_apart_are_refused_by_their_variabl
         if spec.num_kv_heads == 1 or layout.startswith(("LB", "BL")):
             refuse_layout(cache)
             continue
-        with pytest.raises(UnsupportedEngine, match=r"overlap.*; set VLLM_KV_CACHE_LAYOUT to one in which .* as LBHNC"):
+        with pytest.raises(UnsupportedEngine, match=r"overlap.*; where VLLM_KV_CACHE_LAYOUT .* as LBHNC"):
             refuse_layout(cache)

@@ -58,9 +58,9 @@ def server_of(flags: list[str]) -> dict[str, Any]:
     # A drafter with KV of its own has blocks ahead of the tokens: no request would ever be seen to lack one.
     if config.speculative_config is not None:
         raise InputError(
-            "--speculative-config is given: an engine that drafts is not measured; leave the flag out here. A server "
-            "that drafts by ngram takes what is measured; one whose drafter keeps KV of its own does not, since its "
-            "blocks have more bytes"
+            "the server drafts: an engine that does is not measured; leave --speculative-config and --spec-... out "
+            "here, and where LLM is a drafter, name the model that it drafts for. A server that drafts by ngram takes "
+            "what is measured; one whose drafter keeps KV of its own does not, since its blocks have more bytes"
         )
     return _blocks_of(config) | {
         "token_budget": scheduler.max_num_batched_tokens,

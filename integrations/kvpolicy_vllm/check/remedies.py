@@ -45,11 +45,13 @@ class Remedy:
         return copy
 
 
+NO_DRAFTS = dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"))
+"""vLLM makes the first of the others, which are flags, too."""
 REMEDIES = (
     Remedy("--disable-hybrid-kv-cache-manager", {"disable_hybrid_kv_cache_manager": True}),
     Remedy("VLLM_USE_V2_MODEL_RUNNER=0 in the environment", environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     Remedy("--no-async-scheduling", {"async_scheduling": False}),
-    Remedy("no --speculative-config", {"speculative_config": None}),
+    Remedy("no --speculative-config", NO_DRAFTS),
     Remedy("--kv-cache-dtype auto", {"kv_cache_dtype": "auto"}),
     Remedy("--mamba-cache-mode align", {"mamba_cache_mode": "align"}),
     Remedy("--no-enable-prefix-caching", {"enable_prefix_caching": False}),

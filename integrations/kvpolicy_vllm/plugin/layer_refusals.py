@@ -81,8 +81,8 @@ def refuse_layout(kv_cache: KVCacheConfig) -> None:
         pieces(kv_cache)
     except InputError as error:
         raise UnsupportedEngine(
-            f"kvpolicy does not serve this layout of the KV cache ({error}); set VLLM_KV_CACHE_LAYOUT to one in which "
-            f"layers (L) and blocks (B) come first, as LBHNC or BLHNC, or {WITHOUT_PLUGIN}"
+            f"kvpolicy does not serve this layout of the KV cache ({error}); where VLLM_KV_CACHE_LAYOUT is set, set it "
+            f"to one in which layers (L) and blocks (B) come first, as LBHNC or BLHNC, or {WITHOUT_PLUGIN}"
         ) from error
 
 
