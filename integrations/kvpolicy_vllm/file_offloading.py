@@ -115,6 +115,8 @@ class BoundedFileTier(SecondaryTierManager):
         require_checksums()
         refuse_unsafe(self._directory)
         self._opened: LastingTier | None = None
+        self._forgets = False
+        """Whether vLLM has forgotten its host memory, and the files do not know yet."""
         self._seed = b""
         """Of vLLM's hashes, when the files were opened."""
         self._said_reseeded = False
@@ -152,6 +154,7 @@ class BoundedFileTier(SecondaryTierManager):
     def tier(self) -> Tier | None:
         """The files. None as long as they are being opened, and where they could not be: the server goes on without
         them; and where a second engine of this process has seeded its hashes otherwise since, which is logged once."""
+        self._forget()
         if self._opened is None or self._seed == kv_cache_utils.NONE_HASH:
             return self._opened
         if not self._said_reseeded:
@@ -212,9 +215,15 @@ class BoundedFileTier(SecondaryTierManager):
         """Wait for all jobs. vLLM calls this where it forgets its host memory, as after a change of weights: what is in
         files is not found from then on, and is given up first; what is stored after it is not found by another
         process."""
-        self._salt = uuid.uuid4().bytes
+        self._salt, self._forgets = uuid.uuid4().bytes, True
         if self._opened is not None:
             self._opened.wait_idle()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Have the files give up first what nobody can ask for any more, as soon as they are open."""
+        if self._forgets and self._opened is not None:
+            self._forgets = False
             self._opened.forget_hints()
 
     def shutdown(self) -> None:

@@ -112,6 +112,10 @@ class Holders:
             held.heap = [one for one in held.heap if self._end_of(one) is not None]
             heapify(held.heap)
 
+    def clear(self) -> None:
+        """Nothing is held any more."""
+        self._held.clear()
+
     def remove(self, holder: Hashable) -> None:
         """One block less is held for it."""
         held = self._held[holder]
@@ -224,8 +228,12 @@ class Holds:
 
     def clear(self) -> None:
         """Drop all holds."""
-        for key in [*self._of]:
-            self.drop(key)
+        held, self._of = self._of, {}
+        self.classes.clear()
+        if self.clients is not None:
+            self.clients.clear()
+        for key in held:
+            self._policy.hold_ended(key)
 
 
 class Hinted(CachingPolicy):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpolicy.caching import KINDS, Arc, CachingPolicy, Hinted, Lfu, Lru, S3Fifo, queue
+from kvpolicy.caching import KINDS, Arc, CachingPolicy, Hinted, Lfu, Lru, S3Fifo, eviction_queue
 from kvpolicy.caching.by_hints import REMEMBERED, STALE
 from kvpolicy.request_marks import ALL_TOKENS, ANYBODY, NO_HINTS, Client, HintLimits, Hints
 from tests.caching.reluctant import Reluctant
@@ -461,7 +461,7 @@ def test_what_is_held_is_not_passed_over_at_every_eviction(
         looked_at.append(heap[0])
         return heappop(heap)
 
-    monkeypatch.setattr(queue, "heappop", counted)
+    monkeypatch.setattr(eviction_queue, "heappop", counted)
     for held in (32, 512):
         policy = Hinted(kind(2 * held), Clock(), BLOCK, HintLimits(600.0, 0.5, 0.5))
         serve(policy, [f"held {number}" for number in range(held)], Hints(keep_s=600.0))

@@ -496,7 +496,8 @@ def test_what_is_found_is_what_was_lost(kind: str, seed: int) -> None:
         if device.random.random() < 0.01:
             device.reset()
         device.check()
-    assert device.loaded > 10 and (device.hits > 10 or device.store.total < 5)
+    least = 10 if kind.startswith("s3fifo") else 15  # which keeps little of what comes once
+    assert device.loaded > 10 and (device.hits > least or device.store.total < 5)
     device.end_all()
     assert device.store.used == 0
     device.store.forget_keys()

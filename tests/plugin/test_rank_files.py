@@ -178,7 +178,7 @@ def test_what_is_there_already_counts_as_stored_and_not_as_written(rank: tuple[R
 def test_a_slot_that_holds_no_whole_block_is_not_stored(rank: tuple[RankFiles, IndexingCopier]) -> None:
     files, _ = rank
     files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b"), (0, 7), (b"a", b"b")),)))
-    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"b"),), moved=1)]
+    assert reports(files) == [FileReport(1, refused=(digest_of_key(b"b"),), moved=1)], "no disk has failed"
 
 
 def test_what_there_is_no_room_for_is_refused_and_has_not_failed(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_what_there_is_no_room_for_is_refused_and_has_not_failed(tmp_path: Path)
     files = RankFiles(tier, device)
     assert files.reports() == [FileReport(ready=True)]
     files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b", b"c"), (0, 1, 7), (b"a", b"b", b"c")),)))
-    assert reports(files) == [FileReport(1, failed=(digest_of_key(b"c"),), refused=(digest_of_key(b"b"),), moved=1)]
+    assert reports(files) == [FileReport(1, refused=(digest_of_key(b"b"), digest_of_key(b"c")), moved=1)]
     files.close()
 
 

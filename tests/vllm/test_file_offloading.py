@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 
 from kvpolicy.caching import ByCost
 from kvpolicy.errors import InputError
+from kvpolicy.tiers.block_files import OUTDATED_NS
 from kvpolicy_vllm.file_offloading import BoundedFileTier
 from kvpolicy_vllm.plugin import file_namespace, register
 from kvpolicy_vllm.plugin.kv_settings import settings_of
@@ -407,6 +408,19 @@ def test_files_are_open_before_the_first_request_once_hashes_are_seeded(
         assert server.tier.lookup(keys_of("a", 1)[0], ReqContext("r")) is LookupResult.MISS
     server.tier._opening.join()
     assert server.tier.tier.usage().blocks == 3 and server.serve(keys_of("a", 3)) == 3
+
+
+def test_a_reset_before_files_are_open_counts_once_they_are(
+    servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(kv_cache_utils, "NONE_HASH")
+        server = servers()
+        server.manager.reset_cache()
+    server.tier._opening.join()
+    server.serve(keys_of("a", 3))
+    files = files_of(tmp_path / "kv")
+    assert [path.stat().st_mtime_ns for path in files] == [OUTDATED_NS] * 3, "no other process can ask for these"
 
 
 def test_files_are_of_no_use_once_another_engine_has_seeded_the_hashes_anew(

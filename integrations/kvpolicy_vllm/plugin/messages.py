@@ -70,8 +70,8 @@ class FileReport:
     """Digests of the job's blocks that are not in this rank's files after a store, or not in its host slots after a
     load."""
     refused: tuple[bytes, ...] = ()
-    """Digests of the others that are not in its files after a store, since there was no room for them or too much
-    before them."""
+    """Digests of the others that are not in its files after a store, since there was no room for them, too much before
+    them, or no whole block in their slots."""
     moved: int = 0
     """How many of the job's blocks this rank wrote to its files, which does not count those that were there, or read
     from them."""

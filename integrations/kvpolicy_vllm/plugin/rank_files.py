@@ -97,12 +97,11 @@ class RankFiles:
         lacking = [index for index, key in enumerate(job.chain) if index >= first and not self._tier.lookup([key])]
         taken = self._tier.store(job.number, job.chain, wanted)
         left_out = [index for index in lacking if index not in taken]
-        failed = {digest_of_key(job.chain[index]) for index in left_out if index not in wanted}
-        refused = tuple(digest_of_key(job.chain[index]) for index in left_out if index in wanted)
+        refused = tuple(digest_of_key(job.chain[index]) for index in left_out)
         if taken:
-            self._open[job.number] = job, failed, refused
+            self._open[job.number] = job, set(), refused
         else:
-            self._reports.append(FileReport(job.number, failed=tuple(failed), refused=refused))
+            self._reports.append(FileReport(job.number, refused=refused))
 
     def _pieces(self, slot: int) -> Pieces:
         return [rows[slot] for rows in self._memory]

@@ -116,7 +116,9 @@ def situation_of(
     if survival is None or tables is not None:
         save_blocks -= copies.pool.stored(_keys(keyed, scheduler, copies.pool))
     elif not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
-        save_blocks -= hit_blocks + copies.pool.stored(_keys(keyed[int(hit_blocks) :], scheduler, copies.pool))
+        keys, surviving = [*_keys(keyed, scheduler, copies.pool)], int(hit_blocks)
+        own = keys[:surviving].count(None)  # saved at once, whatever survives
+        save_blocks -= hit_blocks - own + copies.pool.stored(keys[surviving:])
         save_blocks = max(0.0, save_blocks)  # a block of which a part is expected to survive may be stored
     lacking = running.short_blocks(request) if cause == "memory" else 0
     batch_tokens = running.take_out(request)

@@ -18,7 +18,8 @@ class StaleRequests:
     memory, where others would find it.
 
     vLLM refuses a reset while blocks are in use, and goes on finding on the device what was computed before. Whoever
-    is given such blocks is stale, too.
+    is given such blocks is stale, too. With several block tables some of these may be missed, and come back with their
+    own KV of before: nobody else finds it, as no prompts are kept there.
     """
 
     def __init__(self) -> None:
