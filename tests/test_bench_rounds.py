@@ -25,6 +25,11 @@ SAID = [
     *(("rates-above", "e2e_s", "mlfq", {"rate": rate}, ("docs/bench.md",)) for rate in (24.0, 32.0)),
     ("rates-above", "ttft_s", "orca-max", {"rate": 24.0}, ("docs/bench.md",)),
     *(("analytics-103m", figure, "kvpolicy", {}, ("docs/bench.md",)) for figure in ("requests_s", "cpu_s")),
+    *(
+        ("analytics-26m", figure, "kvpolicy", {"prefix_tokens": tokens}, ("docs/bench.md",))
+        for figure in ("requests_s", "cpu_s")
+        for tokens in (256, 1024)
+    ),
 ]
 
 
@@ -135,7 +140,10 @@ def test_each_ratio_stands_at_its_rate() -> None:
     between = [rounds.ratio(RAW["rate"], figure, "mlfq", rate=rate) for figure in figures for rate in (6.0, 8.0, 12.0)]
     assert not any(ratio.significant for ratio in between)
     assert row("arriving per second", *(f"{rate:g}" for rates in RATES.values() for rate in rates)) in page
-    assert f"{len(rounds.by_round(RAW['analytics-103m'], 'requests_s', 'vllm'))} rounds behind 1,024 tokens" in page
+    for bench, cell in (("analytics-103m", {}), ("analytics-26m", {"prefix_tokens": 256})):
+        assert f"{len(rounds.by_round(RAW[bench], 'requests_s', 'vllm', **cell))} rounds behind each prefix" in page
+    compared = RAW["analytics-26m"]["compared"]
+    assert f"All {compared['tokens']:,} and 6,000 tokens were the same" in page and not compared["different"]
 
 
 @pytest.mark.parametrize(("arm", "name", "figure"), RATE_ROWS)

@@ -211,7 +211,7 @@ def test_loads_into_memory_that_was_replaced_have_failed(rank: tuple[RankFiles, 
     found = {report.number: report.failed for report in files.reports()}
     assert found == {2: (digest_of_key(b"a"),), 3: ()} and not other.holds(5)
     files.begin(StepJobs(4, file_stores=(FileJob(4, (b"c",), (2,), (b"c",)),)))
-    assert reports(files) == [FileReport(4, failed=(digest_of_key(b"c"),))], "the new slots hold nothing"
+    assert reports(files) == [FileReport(4, refused=(digest_of_key(b"c"),))], "the new slots hold nothing"
 
 
 def test_memory_is_replaced_though_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
