@@ -112,11 +112,11 @@ def situation_of(
     if survival is not None:
         hit_blocks = survival.hit_blocks(len(held), shared, hashed, free, size, cause)
         hit_tokens = None if hashed_tokens is None else survival.hit_tokens(hashed_tokens, cause)
-    save_blocks = float(len(held))
+    save_blocks, keys = float(len(held)), [*_keys(keyed, scheduler, copies.pool)]
     if survival is None or tables is not None:
-        save_blocks -= copies.pool.stored(_keys(keyed, scheduler, copies.pool))
+        save_blocks -= copies.pool.stored(keys)
     elif not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
-        keys, surviving = [*_keys(keyed, scheduler, copies.pool)], int(hit_blocks)
+        surviving = int(hit_blocks)
         own = keys[:surviving].count(None)  # saved at once, whatever survives
         save_blocks -= hit_blocks - own + copies.pool.stored(keys[surviving:])
         save_blocks = max(0.0, save_blocks)  # a block of which a part is expected to survive may be stored
@@ -155,7 +155,6 @@ def situation_of(
             hit_tokens=hit_tokens,
         )
 
-    keys = _keys(keyed, scheduler, copies.pool)
     return situation(copies.pool.obtainable(computed, save_blocks, keys, lambda: gain_per_block(situation(0))))
 
 
