@@ -133,13 +133,13 @@ def main() -> None:
     if blocks < 1:
         parser.error(f"--mib {options.mib} holds no block of {options.block_kib} KiB")
     try:
-        kept = RowFile.read(options.json, {"bar": BAR})
+        file = RowFile.read(options.json, {"bar": BAR})
     except ValueError as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         result = measure(Path(folder), options.block_kib * 1024, blocks, options.pairs, options.threads, options.seed)
     print(summary(result))
-    kept.add(result)
+    file.add(result)
 
 
 if __name__ == "__main__":

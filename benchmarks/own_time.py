@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     settings = {"bar": BAR, "clock": options.clock, "concurrency": options.concurrency, "blocks": options.blocks}
     try:
-        kept = RowFile.read(options.json, settings)
+        file = RowFile.read(options.json, settings)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "files_gib": options.files_gib, "hints": options.hints, "texts": options.texts,
     }  # fmt: skip
     for row in rows:
-        kept.add(of_all | row)
+        file.add(of_all | row)
     return 1 if any(row["share"] > BAR for row in rows) else 0
 
 

@@ -42,7 +42,10 @@ def test_only_what_helps_is_named() -> None:
 @pytest.mark.parametrize("given", [{"speculative_config": {"method": "ngram"}}, {"spec_method": "ngram"}])
 def test_a_server_that_drafts_by_any_flag_does_not_without_all_of_them(given: dict[str, Any]) -> None:
     asked = arguments(**(dict.fromkeys(("speculative_config", "spec_method")) | given))
-    drafts = lambda changed: changed.speculative_config or changed.spec_method  # noqa: E731
+
+    def drafts(changed: Any) -> bool:
+        return bool(changed.speculative_config or changed.spec_method)
+
     assert drafts(asked) and helping(asked, lambda changed: not drafts(changed)) == ["no --speculative-config"]
 
 
