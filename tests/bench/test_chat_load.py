@@ -101,15 +101,19 @@ def test_nobody_sends_a_message_after_the_seconds_of_a_run(think_s: float, sent:
     assert run.first_idle_s == 10.0 * len(sent)
 
 
-def test_hints_say_what_is_shared_what_goes_on_and_what_is_over() -> None:
+def test_hints_say_whose_window_it_is_what_is_shared_and_nothing_that_is_known_later_alone() -> None:
     server = Counting()
     chatted(server, [talk("a", (5, 2), (5, 2), is_prefixed=True), talk("b", (5, 2))], 1, hints=True)
     said = [read_marks(marks["kvpolicy"]).hints for _, marks in server.sent if marks]
     assert said == [
-        Hints(LOAD.keep_s, pin_tokens=4, session="a"),
-        Hints(pin_tokens=4, session="a", ended=True),
-        Hints(session="b", ended=True),
+        Hints(LOAD.keep_s, pin_tokens=4, session="chatter-0"),
+        Hints(LOAD.keep_s, pin_tokens=4, session="chatter-0"),
+        Hints(LOAD.keep_s, session="chatter-0"),
     ]
+    chatted(server := Counting(), [talk("a", (5, 2)), talk("b", (5, 2))], 2, hints=True)
+    assert {read_marks(marks["kvpolicy"]).hints.session for _, marks in server.sent if marks} == {
+        "chatter-0", "chatter-1"
+    }  # fmt: skip
     chatted(server := Counting(), [talk("a", (5, 2))], 1)
     assert server.sent[0][1] is None
 

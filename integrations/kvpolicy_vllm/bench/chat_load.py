@@ -186,7 +186,7 @@ class Chat:
         waiting = deque(conversations)
         sampling = asyncio.create_task(self._sample(run))
         try:
-            await asyncio.gather(*(self._chatter(waiting, run) for _ in range(chatters)))
+            await asyncio.gather(*(self._chatter(f"chatter-{number}", waiting, run) for number in range(chatters)))
         finally:
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
@@ -198,13 +198,13 @@ class Chat:
             run.samples.append((self.clock() - run.begin_s, await self.server.counters()))
             await asyncio.sleep(SAMPLE_S)
 
-    async def _chatter(self, waiting: deque[Conversation], run: ChatRun) -> None:
+    async def _chatter(self, name: str, waiting: deque[Conversation], run: ChatRun) -> None:
         while waiting and self._left_s(run) > 0:
-            await self._converse(waiting.popleft(), run)
+            await self._converse(name, waiting.popleft(), run)
         if run.first_idle_s is None:
             run.first_idle_s = self.clock() - run.begin_s
 
-    async def _converse(self, conversation: Conversation, run: ChatRun) -> None:
+    async def _converse(self, chatter: str, conversation: Conversation, run: ChatRun) -> None:
         """One conversation to its end, to its first error, or to the message that would be sent too late."""
         window = list(self.prefix) if conversation.is_prefixed else []
         for number, (turn, text) in enumerate(zip(conversation.turns, self.texts(conversation), strict=True)):
@@ -213,7 +213,7 @@ class Chat:
             if turn.think_s > left_s:
                 return
             window += text
-            said = self._said(conversation, number) if self.hints else None
+            said = self._said(chatter, conversation) if self.hints else None
             answer = await self.server.complete(window, turn.answer_tokens, self.salt, said)
             run.messages.append(Message(conversation.name, number, len(window), answer))
             self.progress()
@@ -230,12 +230,10 @@ class Chat:
         rng = stream(self.seed, f"text of {conversation.name}")
         return [rng.choices(self.vocabulary, k=turn.message_tokens) for turn in conversation.turns]
 
-    def _said(self, conversation: Conversation, turn: int) -> dict[str, Any]:
-        marks: dict[str, Any] = {"session": conversation.name}
-        if turn == len(conversation.turns) - 1:
-            marks["ended"] = True
-        else:
-            marks["keep_s"] = self.load.keep_s
+    def _said(self, chatter: str, conversation: Conversation) -> dict[str, Any]:
+        """What an application knows: whose window it is, and that it may go on, not which message will be the last. A
+        chatter's next conversation takes the place of the one before it."""
+        marks: dict[str, Any] = {"session": chatter, "keep_s": self.load.keep_s}
         if conversation.is_prefixed and self.prefix:
             marks["pin"] = len(self.prefix)
         return {KEY: marks}

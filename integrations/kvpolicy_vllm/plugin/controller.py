@@ -189,7 +189,8 @@ class Controller:
             self.forget_saved()
         if self.prompts is not None:
             self.prompts.given_back(request)
-        self.stale.loses_blocks(request, self._scheduler)
+        if self.stale.names:
+            self.stale.loses_blocks(request, self._scheduler)
         self._preemptions += 1
         preemption_id = f"{self.core}-{self._preemptions}"
         self._lost.append(preemption_id)
@@ -453,7 +454,7 @@ class Controller:
     def _refusal(self, request: Any, now: float) -> str:
         """Why this engine would not load the request back, as a word for the trace; empty where it would. What was
         computed before a reset is not saved after it."""
-        if request in self.stale:
+        if request.request_id in self.stale.names:
             return "stale"
         return why_not_loadable(request, self._scheduler, self.copies, now, self.tables)
 

@@ -24,6 +24,7 @@ class StaleRequests:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        """Their ids: nearly always none. A preemption enters this file where there are any."""
         self._hashes: dict[int, Any] = {}
         """By device block that others may find, the hash of its stale content. A block that is filled anew has another
         object for a hash, which may well be equal."""
