@@ -87,8 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("bench", nargs="?", type=Path)
     bench = parser.parse_args(arguments).bench
     if bench is not None:
+        from bench_rounds import gathered  # not needed to draw again
+
         rows = rows_of(json.loads(bench.read_text()))
-        RAW.write_text('{"rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
+        about = {name: value for name, value in gathered(bench).items() if name != "runs"}
+        RAW.write_text(json.dumps(about)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n")
     PICTURE.write_text(picture(json.loads(RAW.read_text())["rows"]))
 
 

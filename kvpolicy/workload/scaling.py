@@ -159,6 +159,17 @@ class Resized(Scaled):
         return replace(request, prompt_tokens=prompt, output_tokens=output, prefix=prefix)
 
 
+def lengthening(source: Source) -> float:
+    """By what the outputs of a source are longer, for the lengths of its prompts, than it was recorded with: the
+    prompts of a session hold its earlier outputs as they were recorded."""
+    longer = 1.0
+    while isinstance(source, Scaled):
+        if isinstance(source, Resized):
+            longer *= source.output_factor / source.prompt_factor
+        source = source.inner
+    return longer
+
+
 @dataclass(frozen=True, slots=True)
 class Window(Scaled):
     """Requests that arrive from ``start_s`` on and before ``end_s``, at times counted from ``start_s``.

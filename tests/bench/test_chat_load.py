@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.request_marks import Hints, read_marks
 from kvpolicy.settings import ChatLoad
 from kvpolicy.workload import Request
+from kvpolicy.workload.scaling import Resized
 from kvpolicy_vllm.bench.chat_load import Chat, ChatRun, Conversation, Turn, drawn, fitted, of_requests, prefixed
 from kvpolicy_vllm.bench.openai_api import Answer
 from tests.bench.live_http import next_tokens
@@ -147,13 +148,37 @@ def test_so_many_conversations_are_prefixed() -> None:
         assert sum(one.is_prefixed for one in prefixed(talks, share, random.Random(1))) == 8 * share
 
 
+class Sessions:
+    """A workload that was recorded with these requests."""
+
+    name = source = "made up"
+    seed = 0
+
+    def __init__(self, *requests: Request) -> None:
+        self.requests = requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+
 def test_sessions_of_a_workload_become_conversations() -> None:
-    requests = [
+    requests = Sessions(
         Request(0.0, 10, 5, session="a"),
         Request(0.0, 7, 3),
         Request(1.0, 20, 6, session="a", think_s=2.5),
         Request(1.0, 20, 6, session="late"),
-    ]
+    )
     talks = of_requests(requests, 2, 0.0, random.Random(0))
     assert [one.name for one in talks] == ["a", "request-1"]
     assert talks[0].turns == (Turn(10, 5, 0.0), Turn(5, 6, 2.5)) and talks[1].turns == (Turn(7, 3, 0.0),)
+    later = of_requests(requests, 2, 0.0, random.Random(0), first=2)
+    assert [one.name for one in later] == ["late", "a"], "after the last one it goes on with the first"
+    assert len(of_requests(requests, 9, 0.0, random.Random(0), first=2)) == 3, "each of them once"
+
+
+@pytest.mark.parametrize(("prompts", "outputs", "said"), [(1.0, 4.0, (10, 5)), (2.0, 2.0, (20, 10))])
+def test_messages_stay_as_long_where_answers_are_longer(prompts: float, outputs: float, said: tuple[int, int]) -> None:
+    requests = Sessions(Request(0.0, 10, 5, session="a"), Request(1.0, 20, 6, session="a"))
+    (talk,) = of_requests(Resized(requests, prompts, outputs), 1, 0.0, random.Random(0))
+    assert tuple(turn.message_tokens for turn in talk.turns) == said
+    assert [turn.answer_tokens for turn in talk.turns] == [5 * outputs, 6 * outputs]

@@ -16,7 +16,7 @@ from kvpolicy_vllm.bench.load_results import (
     lost_price_ratio,
     rate_figures,
     steady_rate,
-    with_steady_latencies,
+    with_later_figures,
 )
 from kvpolicy_vllm.bench.openai_api import Answer
 from kvpolicy_vllm.bench.rate_load import RateRun, Sent
@@ -54,9 +54,23 @@ def test_steady_latencies_are_of_the_messages_sent_while_everybody_chats() -> No
     figures = chat_figures(ChatRun(100.0, messages, [(0.0, {})], first_idle_s=10.0))
     assert (figures["steady_ttft_s"]["mean"], figures["steady_e2e_s"]["mean"]) == (2.0, 4.0)
     assert (figures["ttft_s"]["mean"], figures["e2e_s"]["mean"]) == (1.125, 2.25), "with those of the end"
-    earlier = {name: value for name, value in figures.items() if name not in ("steady_ttft_s", "steady_e2e_s")}
-    assert with_steady_latencies(earlier) == with_steady_latencies(figures) == figures
-    assert with_steady_latencies({"arm": "of another load"}) == {"arm": "of another load"}
+    later = ("steady_ttft_s", "steady_e2e_s", "message_tokens", "open_tokens")
+    earlier = {name: value for name, value in figures.items() if name not in later}
+    assert with_later_figures(earlier) == with_later_figures(figures) == figures
+    assert with_later_figures({"arm": "of another load"}) == {"arm": "of another load"}
+
+
+def test_windows_are_in_use_from_the_first_message_of_a_conversation_to_its_last_answer() -> None:
+    """One from 10 to 60 s, of which 40 s count, and one of 5 s. Of what a failed message asked nothing is known."""
+    messages = [
+        Message("a", 0, 100, Answer(10.0, 1.0, 5.0, (1,) * 20)),
+        Message("a", 1, 150, Answer(30.0, 1.0, 30.0, (1,) * 30)),
+        Message("b", 0, 400, Answer(20.0, 1.0, 5.0, (1,) * 8)),
+        Message("b", 1, 900, Answer(40.0, None, 1.0, (), "HTTP 503: full")),
+    ]
+    figures = chat_figures(ChatRun(0.0, messages, [(0.0, {})], first_idle_s=50.0))
+    assert figures["message_tokens"]["mean"] == 30
+    assert figures["open_tokens"] == (20 * 120 + 20 * 180 + 5 * 408) / 50
 
 
 def test_a_run_without_an_answer_has_no_figures() -> None:

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import KEY
 from kvpolicy.settings import ChatLoad
-from kvpolicy.workload import Request
+from kvpolicy.workload import Request, Source
 from kvpolicy.workload.arrivals import Think, stream
 from kvpolicy.workload.lengths import LEVELS, SHAREGPT, length_at
+from kvpolicy.workload.scaling import lengthening
 from kvpolicy_vllm.bench.openai_api import Answer
 
 MIN_MESSAGE_TOKENS = 8
@@ -106,24 +107,26 @@ def _geometric(mean: float, rng: random.Random) -> int:
     return count
 
 
-def of_requests(requests: Iterable[Request], most: int, think_s: float, rng: random.Random) -> list[Conversation]:
-    """The first ``most`` sessions of a workload, each a conversation; a request without a session is one by itself."""
+def of_requests(source: Source, most: int, think_s: float, rng: random.Random, first: int = 0) -> list[Conversation]:
+    """``most`` sessions of a workload from number ``first`` on, each a conversation, in their order; after the last one
+    it goes on with the first. A request without a session is one by itself."""
     sessions: dict[str, list[Request]] = {}
-    for number, request in enumerate(requests):
-        name = request.session or f"request-{number}"
-        if name not in sessions and len(sessions) == most:
-            continue
-        sessions.setdefault(name, []).append(request)
-    think = Think(think_s)
-    return [Conversation(name, tuple(_turns(members, think, rng))) for name, members in sessions.items()]
+    for number, request in enumerate(source):
+        sessions.setdefault(request.session or f"request-{number}", []).append(request)
+    think, longer = Think(think_s), lengthening(source)
+    names = [*sessions]
+    chosen = (names[(first + number) % len(names)] for number in range(min(most, len(names))))
+    return [Conversation(name, tuple(_turns(sessions[name], longer, think, rng))) for name in chosen]
 
 
-def _turns(requests: Sequence[Request], think: Think, rng: random.Random) -> Iterable[Turn]:
-    window = 0
+def _turns(requests: Sequence[Request], longer: float, think: Think, rng: random.Random) -> Iterable[Turn]:
+    """``longer``: by what answers are longer than those that the next prompt was recorded with: messages stay as long
+    as they were."""
+    before = 0
     for request in requests:
-        message = max(1, request.prompt_tokens - window)
-        yield Turn(message, request.output_tokens, think.draw(rng) if request.think_s is None else request.think_s)
-        window += message + request.output_tokens
+        think_s = think.draw(rng) if request.think_s is None else request.think_s
+        yield Turn(max(1, request.prompt_tokens - before), request.output_tokens, think_s)
+        before = request.prompt_tokens + round(request.output_tokens / longer)
 
 
 def fitted(conversations: Iterable[Conversation], context_tokens: int) -> list[Conversation]:

@@ -93,7 +93,8 @@ class ChatKind:
             all_of_them = drawn(self.load, room, rng)
         else:
             source = open_workload(self.load.workload, think_s=self.load.think_s)
-            all_of_them = of_requests(source, self.load.conversations, self.load.think_s, rng)
+            most = self.load.conversations
+            all_of_them = of_requests(source, most, self.load.think_s, rng, first=round_ * most)
         fitting = fitted(all_of_them, room)
         if not fitting:
             raise InputError(
@@ -137,6 +138,11 @@ class ChatKind:
     async def run(self, cell: Cell, round_: int, terms: Terms) -> dict[str, Any]:
         terms = replace(terms, context_tokens=self._context(terms))
         conversations = self._conversations(cell, round_, terms.context_tokens)
+        if len(conversations) < cell["chatters"]:
+            raise InputError(
+                f"{len(conversations)} conversations for {cell['chatters']:g} people, some of whom would have none: give "
+                "more --conversations, fewer --chatters, or a workload with more sessions that fit the context"
+            )
         return chat_figures(await self._chat(cell, round_, terms).run(conversations, cell["chatters"]))
 
     def prompt(self, cell: Cell, round_: int, terms: Terms, rows: Sequence[Mapping[str, Any]], at: Cell) -> list[int]:

@@ -21,7 +21,7 @@ from kvpolicy_vllm.bench.exactness import TIE_GAP
 from kvpolicy_vllm.bench.rate_sweep import sustained
 from kvpolicy_vllm.bench.recorded_prices import sentence
 
-WIDTH = 160
+WIDTH = 180
 FIFTHS = 5
 """Parts of a run's time by which hit rates are in a table."""
 COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
@@ -36,6 +36,8 @@ COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {
         ("e2e s mean", "e2e_s.mean", ".3g"),
         ("p99", "e2e_s.p99", ".3g"),
         ("window", "window_tokens.mean", ".0f"),
+        ("new", "message_tokens.mean", ".0f"),
+        ("in use", "open_tokens", ".0f"),
         ("hit rate", "hit_rate", ".1%"),
         ("p/d of lost", "price_ratio", ".2f"),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -56,6 +56,7 @@ def chat_figures(run: ChatRun) -> dict[str, Any]:
         "later_ttft_s": _summary(message.answer.ttft_s for message in good if message.turn),
         "e2e_s": _summary(message.answer.e2e_s for message in good),
         "window_tokens": _summary(float(message.window_tokens) for message in good),
+        **of_windows(rows, steady_s),
         "hit_rate": hit_rate(first, last),
         "lookups": [[at_s, *_looked_up(first, counters)] for at_s, counters in run.samples],
         "counters": _grown(first, last),
@@ -65,6 +66,39 @@ def chat_figures(run: ChatRun) -> dict[str, Any]:
     }
 
 
+def _by_conversation(rows: Iterable[Mapping[str, Any]]) -> Iterable[list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if not row["error"]:
+            found.setdefault(row["conversation"], []).append(row)
+    return found.values()
+
+
+def of_windows(rows: Sequence[Mapping[str, Any]], steady_s: float) -> dict[str, Any]:
+    """Tokens of messages, and of all windows in use."""
+    return {"message_tokens": _summary(later_messages(rows)), "open_tokens": open_tokens(rows, steady_s)}
+
+
+def later_messages(rows: Iterable[Mapping[str, Any]]) -> Iterator[float]:
+    """Tokens of each message of a chat but the first ones: what no cache can have of its window."""
+    for messages in _by_conversation(rows):
+        for before, message in pairwise(messages):
+            yield message["window_tokens"] - before["window_tokens"] - len(before["token_ids"])
+
+
+def open_tokens(rows: Iterable[Mapping[str, Any]], until_s: float) -> float | None:
+    """Tokens of the windows that are in use, on average over a chat up to ``until_s``: those of conversations between
+    their first message and their last answer, with what was answered so far. A person between two conversations has
+    none."""
+    token_s = 0.0
+    for messages in _by_conversation(rows):
+        ends_s = [*(after["sent_s"] for after in messages[1:]), messages[-1]["sent_s"] + messages[-1]["e2e_s"]]
+        for message, end_s in zip(messages, ends_s, strict=True):
+            seconds = min(end_s, until_s) - min(message["sent_s"], until_s)
+            token_s += seconds * (message["window_tokens"] + len(message["token_ids"]))
+    return token_s / until_s if until_s else None
+
+
 def steady_latencies(rows: Iterable[Mapping[str, Any]], steady_s: float) -> dict[str, Any]:
     """Latencies of the messages of a chat that were sent in its first ``steady_s``, in which everybody chats: as many
     people wait for answers then as the load says, and fewer later on. ``rows``: those of one run."""
@@ -72,12 +106,11 @@ def steady_latencies(rows: Iterable[Mapping[str, Any]], steady_s: float) -> dict
     return {f"steady_{name}": _summary(row[name] for row in sent) for name in ("ttft_s", "e2e_s")}
 
 
-def with_steady_latencies(run: dict[str, Any]) -> dict[str, Any]:
-    """A run of a chat with its steady latencies, which earlier versions did not write. A run of another load as it
-    is."""
-    if "steady_s" not in run or "steady_ttft_s" in run:
+def with_later_figures(run: dict[str, Any]) -> dict[str, Any]:
+    """A run of a chat with what earlier versions did not write and its rows tell. A run of another load as it is."""
+    if "steady_s" not in run or "open_tokens" in run:
         return run
-    return run | steady_latencies(run["rows"], run["steady_s"])
+    return run | steady_latencies(run["rows"], run["steady_s"]) | of_windows(run["rows"], run["steady_s"])
 
 
 def analytics_figures(run: AnalyticsRun) -> dict[str, Any]:
