@@ -24,7 +24,11 @@ SAID = [
     *(("rates-above", "ttft_s", "mlfq", {"rate": rate}, ("docs/bench.md",)) for rate in (16.0, 24.0, 32.0)),
     *(("rates-above", "e2e_s", "mlfq", {"rate": rate}, ("docs/bench.md",)) for rate in (24.0, 32.0)),
     ("rates-above", "ttft_s", "orca-max", {"rate": 24.0}, ("docs/bench.md",)),
-    *(("analytics-103m", figure, "kvpolicy", {}, ("docs/bench.md",)) for figure in ("requests_s", "cpu_s")),
+    *(
+        (bench, figure, "kvpolicy", {}, ("docs/bench.md",))
+        for bench in ("analytics-103m", "analytics-103m-256")
+        for figure in ("requests_s", "cpu_s")
+    ),
     *(
         ("analytics-26m", figure, "kvpolicy", {"prefix_tokens": tokens}, ("docs/bench.md",))
         for figure in ("requests_s", "cpu_s")
@@ -140,10 +144,13 @@ def test_each_ratio_stands_at_its_rate() -> None:
     between = [rounds.ratio(RAW["rate"], figure, "mlfq", rate=rate) for figure in figures for rate in (6.0, 8.0, 12.0)]
     assert not any(ratio.significant for ratio in between)
     assert row("arriving per second", *(f"{rate:g}" for rates in RATES.values() for rate in rates)) in page
-    for bench, cell in (("analytics-103m", {}), ("analytics-26m", {"prefix_tokens": 256})):
+    for bench, cell in (("analytics-103m", {}), ("analytics-103m-256", {}), ("analytics-26m", {"prefix_tokens": 256})):
         assert f"{len(rounds.by_round(RAW[bench], 'requests_s', 'vllm', **cell))} rounds behind each prefix" in page
-    compared = RAW["analytics-26m"]["compared"]
-    assert f"All {compared['tokens']:,} and 6,000 tokens were the same" in page and not compared["different"]
+    compared = [RAW[bench]["compared"] for bench in ("analytics-26m", "analytics-103m-256")]
+    assert "All {:,} and twice {:,} tokens were the same".format(*(one["tokens"] for one in compared)) in page
+    assert not any(one["different"] for one in compared)
+    alone = rounds.by_round(RAW["analytics-103m-256"], "requests_s", "vllm").values()
+    assert f"of vLLM alone by up to {max(alone) / min(alone) - 1:.0%} behind 256 tokens" in page
 
 
 @pytest.mark.parametrize(("arm", "name", "figure"), RATE_ROWS)

@@ -140,8 +140,8 @@ class ChatKind:
         conversations = self._conversations(cell, round_, terms.context_tokens)
         if len(conversations) < cell["chatters"]:
             raise InputError(
-                f"{len(conversations)} conversations for {cell['chatters']:g} people, some of whom would have none: give "
-                "more --conversations, fewer --chatters, or a workload with more sessions that fit the context"
+                f"{len(conversations)} conversations for {cell['chatters']:g} people, some of whom would have none: "
+                "give more --conversations, fewer --chatters, or a workload with more sessions that fit the context"
             )
         return chat_figures(await self._chat(cell, round_, terms).run(conversations, cell["chatters"]))
 
