@@ -61,16 +61,18 @@ def test_steady_latencies_are_of_the_messages_sent_while_everybody_chats() -> No
 
 
 def test_windows_are_in_use_from_the_first_message_of_a_conversation_to_its_last_answer() -> None:
-    """One from 10 to 60 s, of which 40 s count, and one of 5 s. Of what a failed message asked nothing is known."""
+    """One from 10 to 60 s, of which 40 s count; one of 5 s; and one that the end of the run cut. Of what a failed
+    message asked nothing is known."""
     messages = [
         Message("a", 0, 100, Answer(10.0, 1.0, 5.0, (1,) * 20)),
         Message("a", 1, 150, Answer(30.0, 1.0, 30.0, (1,) * 30)),
         Message("b", 0, 400, Answer(20.0, 1.0, 5.0, (1,) * 8)),
         Message("b", 1, 900, Answer(40.0, None, 1.0, (), "HTTP 503: full")),
+        Message("c", 0, 200, Answer(30.0, 1.0, 5.0, (1,) * 5), goes_on=True),
     ]
     figures = chat_figures(ChatRun(0.0, messages, [(0.0, {})], first_idle_s=50.0))
     assert figures["message_tokens"]["mean"] == 30
-    assert figures["open_tokens"] == (20 * 120 + 20 * 180 + 5 * 408) / 50
+    assert figures["open_tokens"] == (20 * 120 + 20 * 180 + 5 * 408 + 20 * 205) / 50
 
 
 def test_a_run_without_an_answer_has_no_figures() -> None:

@@ -57,6 +57,8 @@ class Message:
     turn: int
     window_tokens: int
     answer: Answer
+    goes_on: bool = False
+    """Whether its conversation has further messages, sent or not."""
 
 
 class Server(Protocol):
@@ -218,7 +220,8 @@ class Chat:
             window += text
             said = self._said(chatter, conversation) if self.hints else None
             answer = await self.server.complete(window, turn.answer_tokens, self.salt, said)
-            run.messages.append(Message(conversation.name, number, len(window), answer))
+            goes_on = number + 1 < len(conversation.turns)
+            run.messages.append(Message(conversation.name, number, len(window), answer, goes_on))
             self.progress()
             if answer.error:
                 return

@@ -36,6 +36,7 @@ def chat_figures(run: ChatRun) -> dict[str, Any]:
             "conversation": message.conversation,
             "turn": message.turn,
             "window_tokens": message.window_tokens,
+            "goes_on": message.goes_on,
             "sent_s": message.answer.sent_s - run.begin_s,
             "ttft_s": message.answer.ttft_s,
             "e2e_s": message.answer.e2e_s,
@@ -89,10 +90,12 @@ def later_messages(rows: Iterable[Mapping[str, Any]]) -> Iterator[float]:
 def open_tokens(rows: Iterable[Mapping[str, Any]], until_s: float) -> float | None:
     """Tokens of the windows that are in use, on average over a chat up to ``until_s``: those of conversations between
     their first message and their last answer, with what was answered so far. A person between two conversations has
-    none."""
+    none; that a conversation was to go on after the run, earlier versions did not write."""
     token_s = 0.0
     for messages in _by_conversation(rows):
-        ends_s = [*(after["sent_s"] for after in messages[1:]), messages[-1]["sent_s"] + messages[-1]["e2e_s"]]
+        last = messages[-1]
+        end_s = until_s if last.get("goes_on") else last["sent_s"] + last["e2e_s"]
+        ends_s = [*(after["sent_s"] for after in messages[1:]), end_s]
         for message, end_s in zip(messages, ends_s, strict=True):
             seconds = min(end_s, until_s) - min(message["sent_s"], until_s)
             token_s += seconds * (message["window_tokens"] + len(message["token_ids"]))
