@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def test_a_server_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: p
     for pid in (tmp_path / "pids").read_text().split():
         stat = Path(f"/proc/{pid}/stat")
         assert not stat.exists() or stat.read_text().split(")")[1].split()[0] == "Z", "the next one needs its memory"
+
+
+def test_a_second_interrupt_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one has the bench end its server, which takes its time; the next one comes meanwhile."""
+    monkeypatch.setattr(live_server, "_answers", lambda url: True)
+    server = LiveServer(["/bin/sh", "-c", "trap '' TERM; while :; do sleep 0.1; done", "--"], tmp_path / "log")
+    server.__enter__()
+    process = server._process
+    assert process is not None
+    wait = process.wait
+
+    def interrupted(timeout: float | None = None) -> int:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return wait()
+
+    monkeypatch.setattr(process, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.__exit__(None, None, None)
+    assert wait(10.0) == -signal.SIGKILL
 
 
 def test_cpu_time_is_that_of_all_processes_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

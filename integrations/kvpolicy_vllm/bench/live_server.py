@@ -109,12 +109,14 @@ class LiveServer:
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-        with suppress(ProcessLookupError):  # whoever of its processes outlived it
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+        finally:  # where a second signal does not wait for that, too
+            with suppress(ProcessLookupError):  # whoever of its processes outlived it
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         # Whoever is started next needs the memory that they have.
         last_s = time.monotonic() + END_S
