@@ -25,7 +25,7 @@ from kvpolicy.stats import student_ratio
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import WorkloadError
 from kvpolicy_vllm import launch
-from kvpolicy_vllm.bench import live_arms, run_bench
+from kvpolicy_vllm.bench import chat_load, live_arms, run_bench
 from kvpolicy_vllm.bench.load_report import LoadReport
 from tests.bench.live_http import Small, serving
 
@@ -196,6 +196,16 @@ def test_errors_are_counted_by_name_and_arm(two: tuple[Small, Small, BenchTarget
     found = run_bench.bench(tmp_path, ANALYTICS, at)
     assert found.errors() == {"first: HTTP 503: the pool is full": 1, "first: the stream broke off": 1}
     assert not found.ok and "errors: 1 x first: HTTP 503: the pool is full" in found.text()
+
+
+def test_readings_of_metrics_that_fail_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_load, "SAMPLE_S", 0.0)
+    load = replace(CHAT, prefixed=(0.0,), rounds=1)
+    with serving(Small(unread=(2, 3))) as url:
+        found = run_bench.bench(tmp_path / "some", load, BenchTarget(url))
+        whole = run_bench.bench(tmp_path / "none", load, BenchTarget(url))
+    assert [run["missed_readings"] for run in found.results["runs"]] == [2] and found.ok
+    assert "missed: 2 readings of the servers' metrics failed" in found.text() and "missed" not in whole.text()
 
 
 def test_tokens_that_differ_are_counted_with_how_close_it_was(
@@ -381,11 +391,13 @@ class Started:
     bound: ClassVar[Mapping[str, list[str]]] = {}
     """Cores of threads, by a server's name, where they are not those of the machine."""
     cpu_s = 1.0
+    gap: ClassVar[float] = 0.0
+    """Where it is not 0, servers with the plugin give another last token, so far behind the best one."""
 
     def __init__(self, command: Sequence[str], log: Path, say: Callable[[str], None]) -> None:
         assert not log.exists(), "the output of an earlier server of this call is kept"
         self._log, self._name, self._stack = log, log.stem.partition("-")[2], ExitStack()
-        self.small = Small()
+        self.small = Small(wrong=bool(self.gap) and self._name != "vllm", gap=self.gap)
 
     def __enter__(self) -> Started:
         self._log.parent.mkdir(exist_ok=True)
@@ -456,6 +468,18 @@ def test_servers_on_other_cores_are_the_first_thing_that_is_said(
     for arm, cores in (("vllm", ["0", "0-1"]), ("kvpolicy", ["0-1"]), ("hints", ["0-1"])):
         assert f"{arm}: {', '.join(cores)}" in found.text() and found.to_dict()["unequal_cores"][arm] == cores
     assert found.ok
+
+
+def test_a_tie_is_one_by_what_servers_compute_in(
+    ours: BenchTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two best log-probabilities are 0.125 apart here, one step between logits of some twenty in bfloat16."""
+    monkeypatch.setattr(Started, "gap", 0.125)
+    load = replace(FIVE, prefix_tokens=(40,), rounds=1)
+    for dtype, wrong in (("bfloat16", 0), ("half", 20), ("auto", 20)):
+        found = run_bench.bench(tmp_path / dtype, load, replace(ours, vllm_flags=("--dtype", dtype)))
+        assert found.compared()[1:] == (20, 0.125) and (found.wrong(), found.ok) == (wrong, not wrong)
+        assert ("taken to be float32" in found.text()) == (dtype == "auto"), "of a model at a hub nobody knows it"
 
 
 def test_one_start_serves_all_rounds_where_nobody_said_otherwise(ours: BenchTarget, tmp_path: Path) -> None:

@@ -23,12 +23,13 @@ from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.control_arm import put_back, switched
-from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, sharing_memory
+from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, dtype_of, sharing_memory
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
 from kvpolicy_vllm.bench.load_results import differences, with_later_figures
 from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.bench.rate_kind import RateKind
+from kvpolicy_vllm.bench.rate_load import has_hints
 from kvpolicy_vllm.bench.recorded_prices import recorded_prices, recording_arm
 from kvpolicy_vllm.bench.resumed_inputs import digests, versions
 
@@ -80,9 +81,10 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
         open_workload(
             workload, think_s=getattr(load, "think_s", None)
         )  # what is wrong with it is said before a server is started
+    refuse_hinting(kind, arms)
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
-            "files": digests(getattr(load, "workload", None), [arm.command for arm in arms]),
+            "files": digests(workload, [arm.command for arm in arms], "" if at.is_url else at.target),
             "rounds_per_start": at.rounds_per_start}  # fmt: skip
     runs = out / "runs"
     if asyncio.run(put_back(out / SWITCHED)):
@@ -101,6 +103,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     written = [with_later_figures(read_back(out, path)) for path in sorted(runs.glob("*.json"))]
     results = plan | {
         "model": read_back(out, out / "model.json")["name"],
+        "dtype": dtype_of(at),
         "runs": [run for run in written if "arm" in run],
         "comparisons": [run for run in written if "arm" not in run],
     }
@@ -136,6 +139,17 @@ def refuse_reserving(kind: Kind, arms: Sequence[LiveArm]) -> None:
     reserving = [arm.name for arm in arms if arm.reserve]
     if reserving and not isinstance(kind, RateKind):
         raise WrongValue("arm", f"{reserving[0]} reserves memory, which is of `kvpolicy bench rate`: leave it out")
+
+
+def refuse_hinting(kind: Kind, arms: Sequence[LiveArm]) -> None:
+    """Raise WrongValue for an arm with hints under a load whose requests have none: it would be one without them."""
+    hinting = [arm.name for arm in arms if arm.hints]
+    if hinting and isinstance(kind, RateKind) and not has_hints(kind.load):
+        raise WrongValue(
+            "arm",
+            f"{hinting[0]} sends the hints of requests, and those of the workload have none: give --workload a table "
+            "with hints, or one with sessions or shared prefixes and hints=sessions, or leave the arm out",
+        )
 
 
 def plain(value: Any) -> Any:
