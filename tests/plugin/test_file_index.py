@@ -36,11 +36,12 @@ class Core:
         self.counts[event] += blocks
 
     def save(self, chain: Sequence[bytes]) -> list[HostBlock]:
-        """The device loses the contents of a chain, and they are in host memory then."""
+        """The device loses the contents of a chain, its last one first as vLLM frees it, and they are in host memory
+        then."""
         places = range(self._places, self._places + len(chain))
         self._places += len(chain)
         self.pool.given_back(chain, places, len(chain))
-        blocks = self.pool.lost(places)
+        blocks = self.pool.lost(reversed(places))
         self.index.saved(blocks)
         return blocks
 
@@ -68,7 +69,7 @@ def test_what_comes_to_host_memory_is_stored_and_there_once_all_ranks_say_so() -
     blocks = core.save(CHAIN)
     ((job,), loads) = core.jobs()
     assert job.keys == job.chain == tuple(CHAIN) and not loads
-    assert job.slots == tuple(block.slot for block in blocks)
+    assert job.slots == tuple(block.slot for block in reversed(blocks))
     assert core.pool.used == 3 and core.index.under_way, "their slots are kept"
     core.report(job, ranks=1)
     assert core.index.leading(CHAIN) == 0 and core.pool.used == 3
@@ -93,6 +94,21 @@ def test_blocks_of_several_prompts_are_several_jobs() -> None:
     core.pool.given_back([b"x"], [1], 1)
     core.index.saved(core.pool.lost([0, 1]))
     assert [job.keys for job in core.jobs()[0]] == [(b"a",), (b"x",)]
+
+
+def test_blocks_of_prompts_that_come_mixed_are_stored_in_the_order_of_their_prompts() -> None:
+    """Two prompts that share a beginning, and a third one, of which files have the second block."""
+    core = Core(slots=100)
+    core.stored([b"x", b"y"])
+    core.index.acknowledge([FileReport(gone=(digest_of_key(b"x"),))])
+    core.drop_from_host()
+    place_of = {key: 50 + number for number, key in enumerate([b"a", b"b", b"c", b"d", b"e", b"x", b"y", b"z"])}
+    for prompt in ([b"a", b"b", b"c"], [b"a", b"b", b"d", b"e"], [b"x", b"y", b"z"]):
+        core.pool.given_back(prompt, [place_of[key] for key in prompt], len(prompt))
+    mixed = [b"z", b"e", b"c", b"x", b"b", b"y", b"d", b"a"]
+    core.index.saved(core.pool.lost(place_of[key] for key in mixed))
+    chains = [b"".join(job.chain) for job in core.jobs()[0]]
+    assert chains == [b"x", b"abc", b"yz", b"bde"], "nothing comes before what it continues"
 
 
 def test_what_one_rank_could_not_store_is_not_there() -> None:
@@ -202,7 +218,8 @@ def test_files_hold_at_most_a_share_of_the_slots() -> None:
     chain = [b"%d" % number for number in range(SLOTS)]
     core.save(chain)
     stores, _ = core.jobs()
-    assert sum(len(job.keys) for job in stores) == core.pool.used == SLOTS // SHARE
+    assert [job.keys for job in stores] == [tuple(chain[: SLOTS // SHARE])], "a prompt's beginning is of use alone"
+    assert core.pool.used == SLOTS // SHARE
     assert core.counts["refused"] == SLOTS - SLOTS // SHARE
     core.save([b"later", b"still"])
     assert core.counts["refused"] == SLOTS - SLOTS // SHARE + 2

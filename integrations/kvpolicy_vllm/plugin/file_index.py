@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 
+from kvpolicy.caching import Node
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
@@ -147,16 +149,8 @@ class FileIndex:
 
     def saved(self, blocks: Iterable[HostBlock]) -> None:
         """These contents have come to host memory: store those that may be of use and that files do not have."""
-        run: list[HostBlock] = []
-        for block in blocks:
-            if not self._is_wanted(block):
-                continue
-            assert block.node is not None
-            if run and block.node.parent is not run[-1].node:
-                self._store(run)
-                run = []
-            run.append(block)
-        if run:
+        wanted = {block.node: block for block in blocks if block.node is not None and self._is_wanted(block)}
+        for run in runs_of(wanted):
             self._store(run)
 
     def _is_wanted(self, block: HostBlock) -> bool:
@@ -360,3 +354,24 @@ class FileIndex:
         self._count("load_failed", len(done) - len(right))
         if not under.stale:
             self._reads.ended(under.began_s, len(right))
+
+
+def runs_of(blocks: Mapping[Node, HostBlock]) -> Iterator[list[HostBlock]]:
+    """Blocks that follow each other, from the first one on, and before what continues them: the device loses prompts
+    from their end, and where there is no room for all, their beginnings are of use. O(blocks), runs apart, which are
+    sorted."""
+    after: dict[Node, Node] = {}
+    begins = []
+    for node in blocks:
+        parent = node.parent
+        if parent is None or parent not in blocks or parent in after:
+            begins.append(node)
+        else:
+            after[parent] = node
+    begins.sort(key=attrgetter("position"))
+    for begin in begins:
+        run, next_one = [blocks[begin]], after.get(begin)
+        while next_one is not None:
+            run.append(blocks[next_one])
+            next_one = after.get(next_one)
+        yield run
