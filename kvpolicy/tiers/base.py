@@ -73,7 +73,8 @@ class Tier(Protocol):
         """A request has this prompt."""
 
     def store(self, number: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
-        """Begin to store those blocks of a prompt that ``blocks`` has, by their indices in the chain.
+        """Begin to store those blocks of a prompt that ``blocks`` has, by their indices in the chain, which may be a
+        :class:`kvpolicy.caching.Part` of the prompt.
 
         Return the indices that are being stored: the others are there already, or there is no room for them in the tier
         or in its queue. Their memory must stay unchanged until :meth:`finished` reports the number, which no other

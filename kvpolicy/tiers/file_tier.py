@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpolicy.caching import ByCost, CachingPolicy, Hinted
+from kvpolicy.caching import ByCost, CachingPolicy, Hinted, Part
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import guarded
 from kvpolicy.errors import InputError
@@ -202,7 +202,7 @@ class FileTier:
         wanted = self._first(wanted, self._queue_blocks - len(self._writing), "refused_queue_full")
         evicted = self._evict(len(wanted), digests)
         wanted = self._first(wanted, self._occupancy.room + len(evicted), "refused_no_room")
-        self._policy.stored(digests, wanted)
+        self._policy.stored(Part(digests, chain.first) if isinstance(chain, Part) else digests, wanted)
         if wanted:
             self._open_jobs[number] = len(wanted)
         for place, index in enumerate(wanted):

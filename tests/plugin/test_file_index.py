@@ -85,7 +85,7 @@ def test_a_block_follows_the_one_before_it() -> None:
     core.stored(CHAIN[:2])
     core.save([*CHAIN, b"d"])
     ((job,), _) = core.jobs()
-    assert job.keys == (b"c", b"d") and job.chain == (b"b", b"c", b"d")
+    assert job.keys == (b"c", b"d") and job.chain == (b"b", b"c", b"d") and job.first == 1
 
 
 def test_blocks_of_several_prompts_are_several_jobs() -> None:

@@ -305,6 +305,17 @@ def test_files_go_by_the_prices_of_the_step(tmp_path: Path) -> None:
     files.close()
 
 
+def test_what_was_generated_has_its_place_in_the_prompt(tmp_path: Path) -> None:
+    """Nobody has asked for the block before it."""
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 1 << 20, "cost")
+    device = copier()
+    device.save(Job(1, "r", (0,), (0,)))
+    files = RankFiles(tier, device)
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"f",), (0,), (b"e", b"f"), first=4),)))
+    assert isinstance(tier._policy, ByCost) and tier._policy._there[digest_of_key(b"f")].position == 5
+    files.close()
+
+
 def test_a_caching_policy_that_fails_is_reported_once(tmp_path: Path) -> None:
     """Files for one block: the second one takes the place of the first one all the same."""
     failures: list[str] = []

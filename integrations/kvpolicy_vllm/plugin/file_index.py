@@ -187,7 +187,8 @@ class FileIndex:
         parent = None if node.parent is None else node.parent.key
         before = (self._salt + parent,) if isinstance(parent, bytes) else ()
         self._storing.update(keys)
-        self._begin(Under(copy, keys, list(run), self._clock()), self._stores, (*before, *keys))
+        under = Under(copy, keys, list(run), self._clock())
+        self._begin(under, self._stores, (*before, *keys), node.position - len(before))
 
     def fetch(self, chain: Sequence[bytes], first: int, count: int) -> bool:
         """Bring ``count`` contents of a chain to host memory, from index ``first`` on, or fewer where there is no room
@@ -306,14 +307,14 @@ class FileIndex:
         """As far as the workers' queues are concerned, too, which hold no more than what is being stored."""
         return min(self._room(), MAX_QUEUED_BLOCKS - len(self._storing))
 
-    def _begin(self, under: Under, jobs: list[FileJob], chain: tuple[bytes, ...] = ()) -> None:
+    def _begin(self, under: Under, jobs: list[FileJob], chain: tuple[bytes, ...] = (), first: int = 0) -> None:
         self._numbers += 1
         self._under[self._numbers] = under
         self._held += len(under.blocks)
         for key in under.keys:
             self._of_digest.setdefault(digest_of_key(key), []).append(under)
         slots = tuple(block.slot for block in under.blocks if block.slot is not None)
-        jobs.append(FileJob(self._numbers, under.keys, slots, chain))
+        jobs.append(FileJob(self._numbers, under.keys, slots, chain, first))
 
     def _settle(self, under: Under) -> None:
         """All ranks have finished a store or a load."""

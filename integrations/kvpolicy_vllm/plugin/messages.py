@@ -58,6 +58,8 @@ class FileJob:
     slots: tuple[int, ...]
     chain: tuple[bytes, ...] = ()
     """For a store: the keys, after that of the block before them, where there is one."""
+    first: int = 0
+    """Index in its prompt of the first block of ``chain``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvpolicy.caching import Part
 from kvpolicy.cost.block_price import interpolated
 from kvpolicy.tiers import MAX_HANG_S, LastingTier, Pieces, digest_of_key
 from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Copier
@@ -95,7 +96,7 @@ class RankFiles:
         first = job.chain.index(job.keys[0])
         wanted = {first + place: self._pieces(slot) for place, slot in enumerate(job.slots) if self._copier.holds(slot)}
         lacking = [index for index, key in enumerate(job.chain) if index >= first and not self._tier.lookup([key])]
-        taken = self._tier.store(job.number, job.chain, wanted)
+        taken = self._tier.store(job.number, Part(job.chain, job.first), wanted)
         left_out = [index for index in lacking if index not in taken]
         refused = tuple(digest_of_key(job.chain[index]) for index in left_out)
         if taken:
