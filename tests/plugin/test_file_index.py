@@ -288,10 +288,10 @@ def test_blocks_come_back_to_host_memory() -> None:
     assert core.index.fetch(CHAIN, 1, 2)
     (_, (job,)) = core.jobs()
     assert job.keys == (b"b", b"c") and core.pool.used == 2
-    assert core.index.is_coming(b"b") and not core.index.is_coming(b"a") and core.pool.leading(CHAIN[1:]) == 0
+    assert core.index.load_of(b"b") and not core.index.load_of(b"a") and core.pool.leading(CHAIN[1:]) == 0
     core.now = 0.5
     core.report(job)
-    assert core.pool.leading(CHAIN[1:]) == 2 and not core.index.is_coming(b"b") and core.pool.used == 0
+    assert core.pool.leading(CHAIN[1:]) == 2 and not core.index.load_of(b"b") and core.pool.used == 0
     assert core.counts["loaded"] == 2 and core.index.read_s(4) == pytest.approx(1.0)
     core.now += RENEWED_S
     assert core.index.read_s(4) == 0.0, "a disk may be faster by now"
@@ -390,7 +390,8 @@ def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
     core.drop_from_host()
     assert core.index.backlog_s() == 0.0 and core.index.read_s(1) == pytest.approx(0.5)
     one, two = load(0, 1), load(1, 2)
-    assert core.index.backlog_s() == pytest.approx(1.5)
+    assert core.index.backlog_s() == core.index.backlog_s(two.number) == pytest.approx(1.5)
+    assert core.index.backlog_s(one.number) == pytest.approx(0.5)
     core.now += 0.2
     assert core.index.backlog_s() == pytest.approx(1.3)
     core.now += 0.8
@@ -406,6 +407,24 @@ def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
     core.now += MAX_WAIT_S
     core.index.note_late()
     assert core.index.backlog_s() == 0.0
+
+
+def test_who_waits_for_a_load_hears_of_what_it_brings_and_of_what_files_have_behind_that() -> None:
+    core = Core()
+    core.stored([*CHAIN, b"d"])
+    core.stored([b"x"])
+    core.drop_from_host()
+    core.index.fetch([b"x"], 0, 1)
+    (_, (job,)) = core.jobs()
+    core.now += 0.5
+    core.report(job)
+    core.drop_from_host()
+    assert core.index.fetch(CHAIN, 0, 2) and core.index.fetch([b"x"], 0, 1)
+    (_, (job, other)) = core.jobs()
+    assert core.index.load_of(b"a") == core.index.load_of(b"b") == job.number != core.index.load_of(b"x")
+    assert core.index.ahead([b"a", b"other"], job.number) == (1, pytest.approx(1.0))
+    assert core.index.ahead([b"x"], other.number) == (1, pytest.approx(1.5))
+    assert core.index.ahead([*CHAIN, b"d", b"e"], job.number) == (4, pytest.approx(1.5 + 1.0))
 
 
 def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:
@@ -440,11 +459,11 @@ def test_nobody_waits_for_ever_and_a_slot_that_may_be_written_to_is_not_used_aga
     (_, (job,)) = core.jobs()
     core.now = MAX_WAIT_S - 0.1
     core.index.note_late()
-    assert core.index.is_coming(b"a") and core.index.under_way and not core.counts["late"]
+    assert core.index.load_of(b"a") and core.index.under_way and not core.counts["late"]
     core.now = MAX_WAIT_S
     for _ in range(2):
         core.index.note_late()
-        assert not core.index.is_coming(b"a") and core.index.leading([b"a"]) == 0
+        assert not core.index.load_of(b"a") and core.index.leading([b"a"]) == 0
         assert core.counts["late"] == 1 and core.pool.used == 1 and not core.index.under_way
     core.report(job, ranks=1)
     assert core.pool.used == 1, "the other rank may still be writing to its slot"
@@ -469,10 +488,10 @@ def test_a_late_load_suspends_reads_until_one_comes_in_time() -> None:
     first = begun(core, b"a")
     core.now = 5.0
     second = begun(core, b"b")
-    assert core.index.is_coming(b"b")
+    assert core.index.load_of(b"b")
     core.now = MAX_WAIT_S
     core.index.note_late()
-    assert not core.index.is_coming(b"b"), "nor does anybody wait any longer who waits already"
+    assert not core.index.load_of(b"b"), "nor does anybody wait any longer who waits already"
     assert begun(core, b"c") is None and core.counts["suspended"] == 1
     assert first is not None and second is not None
     core.now = 2 * MAX_WAIT_S
@@ -484,7 +503,7 @@ def test_a_late_load_suspends_reads_until_one_comes_in_time() -> None:
     (_, (trial,)) = core.jobs()
     assert not core.index.fetch([b"d"], 0, 1) and core.jobs()[1] == [], "one is tried at a time"
     core.report(trial)
-    assert core.pool.leading([b"c"]) == 1 and core.index.fetch([b"d"], 0, 1) and core.index.is_coming(b"d")
+    assert core.pool.leading([b"c"]) == 1 and core.index.fetch([b"d"], 0, 1) and core.index.load_of(b"d")
 
 
 def test_a_disk_that_is_always_late_is_tried_and_never_waited_for() -> None:

@@ -120,6 +120,30 @@ def test_a_long_read_before_it_turns_a_load_into_a_recompute(is_behind: bool, mo
     assert loaded == 6 + (20 if is_behind else 6) and all(request.num_output_tokens == 4 for request in asked)
 
 
+def test_who_computes_faster_does_not_wait_for_a_load_of_another_request(model: str) -> None:
+    """A block takes 1 ms to read and 1.6 ms to compute. Of twenty that one request brings, another one needs two, which
+    come with the last ones."""
+    served = WithFiles(model, load_s=0.006)
+    first, longer = [*range(300, 400)], [*range(400, 735)]
+    served.serve(*map(served.request, (first, longer)))
+    served.push_out()
+    served.push_out_of_host_memory()
+    served.serve(served.request(first))
+    prompts = served.controller.prompts
+    asked = [served.request(prompt) for prompt in (longer, longer, [*longer[:40], *PROMPT])]
+    assert [prompts.waits_for_files(request, 0) for request in asked] == [True, True, False]
+    served.worker.now_s += 0.019
+    served.controller.decider.adopt(Priced(token_s=1e-9))
+    assert [prompts.waits_for_files(request, 0) for request in asked] == [True, True, False], "each is asked once"
+    assert not prompts.waits_for_files(served.request(longer), 0), "by the new prices"
+    asked[0].resumable = True
+    assert not prompts.waits_for_files(asked[0], 0), "it would not be loaded"
+    assert len(prompts) == 4
+    for request in asked[1:]:
+        prompts.ended(request)
+    assert len(prompts) == 2
+
+
 @pytest.mark.parametrize("load_s", [0.001, 1.0], ids=["fast", "slow"])
 def test_what_host_memory_would_leave_out_goes_to_files_where_that_pays(load_s: float, model: str) -> None:
     """The policy would keep what came first for good: it gives up what came last for what only passes through."""

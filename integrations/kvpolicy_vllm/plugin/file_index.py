@@ -47,6 +47,8 @@ class Under:
     """Digests of its blocks that some rank, as it has said since this began, has no more."""
     stale: bool = False
     """Whether there was a reset since it began."""
+    number: int = 0
+    """As the workers know it."""
 
 
 class FileIndex:
@@ -124,10 +126,11 @@ class FileIndex:
         loaded for long."""
         return self._reads.expected_s(blocks)
 
-    def backlog_s(self) -> float:
-        """Expected seconds until what is on its way from files is in host memory, late blocks not: it is read before
-        what is asked for now. Workers read block by block in the order of the jobs, by all of their threads."""
-        loads = [under for under in self._under.values() if under.chain]
+    def backlog_s(self, last: float = inf) -> float:
+        """Expected seconds until what is on its way from files is in host memory, up to the load of that number, late
+        blocks not: it is read before what is asked for now. Workers read block by block in the order of the jobs, by
+        all of their threads."""
+        loads = [under for under in self._under.values() if under.chain and under.number <= last]
         if not loads:
             return 0.0
         left_s = self._reads.left_s(loads[0].began_s, len(loads[0].keys))
@@ -225,11 +228,24 @@ class FileIndex:
         self._begin(under, self._loads)
         return True
 
-    def is_coming(self, key: bytes) -> bool:
-        """Whether the content is on its way to host memory, and is worth waiting for: it has not taken too long, and
-        reads are not suspended."""
+    def load_of(self, key: bytes) -> int:
+        """Number of the load that brings the content to host memory, where it can be waited for: it has not taken too
+        long, and reads are not suspended. 0 where there is none."""
         under = self._coming.get(self._salt + key)
-        return under is not None and self._clock() < under.began_s + MAX_WAIT_S and not self._reads.suspended
+        if under is None or self._clock() >= under.began_s + MAX_WAIT_S or self._reads.suspended:
+            return 0
+        return under.number
+
+    def ahead(self, keys: Sequence[bytes], number: int) -> tuple[int, float]:
+        """Of these contents, which the load of that number has begun to bring, how many are on their way or in files,
+        up to the first one that is not, and the expected seconds until they are in host memory."""
+        coming = 0
+        for key in keys:
+            if self.load_of(key) != number:
+                break
+            coming += 1
+        blocks = max(coming, self.leading(keys))
+        return blocks, self.backlog_s(number if blocks == coming else inf) + self.read_s(blocks - coming)
 
     def note_late(self) -> None:
         """Await no more what workers have not reported for too long: nobody waits for it, and no other request finds
@@ -309,12 +325,13 @@ class FileIndex:
 
     def _begin(self, under: Under, jobs: list[FileJob], chain: tuple[bytes, ...] = (), first: int = 0) -> None:
         self._numbers += 1
-        self._under[self._numbers] = under
+        under.number = self._numbers
+        self._under[under.number] = under
         self._held += len(under.blocks)
         for key in under.keys:
             self._of_digest.setdefault(digest_of_key(key), []).append(under)
         slots = tuple(block.slot for block in under.blocks if block.slot is not None)
-        jobs.append(FileJob(self._numbers, under.keys, slots, chain, first))
+        jobs.append(FileJob(under.number, under.keys, slots, chain, first))
 
     def _settle(self, under: Under) -> None:
         """All ranks have finished a store or a load."""
