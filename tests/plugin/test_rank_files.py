@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -207,11 +209,24 @@ def test_loads_into_memory_that_was_replaced_have_failed(rank: tuple[RankFiles, 
     reports(files)
     files.begin(StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),), file_stores=(FileJob(3, (b"b",), (1,), (b"b",)),)))
     other = copier()
+    files.let_go()
     files.copy_with(other)
     found = {report.number: report.failed for report in files.reports()}
     assert found == {2: (digest_of_key(b"a"),), 3: ()} and not other.holds(5)
     files.begin(StepJobs(4, file_stores=(FileJob(4, (b"c",), (2,), (b"c",)),)))
     assert reports(files) == [FileReport(4, refused=(digest_of_key(b"c"),))], "the new slots hold nothing"
+
+
+def test_memory_that_is_let_go_of_can_be_freed_before_there_is_other(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    files, _ = rank
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b"), (0, 1), (b"a", b"b")),)))
+    reports(files)
+    files.begin(StepJobs(2, file_loads=(FileJob(2, (b"b", b"a"), (5, 6)),)))
+    memory = [weakref.ref(rows) for rows in files._memory]
+    files.let_go()
+    gc.collect()
+    assert [rows() for rows in memory] == [None] * len(memory)
+    files.copy_with(copier())
 
 
 def test_memory_is_replaced_though_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +239,12 @@ def test_memory_is_replaced_though_the_disk_hangs(tmp_path: Path, monkeypatch: p
     gate, new = Gate(monkeypatch, "readv"), [rows.copy() for rows in host_rows(other)]
     files.begin(StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),)))
     gate.began.wait()
-    replacing = threading.Thread(target=files.copy_with, args=(other,), daemon=True)
+
+    def replace() -> None:
+        files.let_go()
+        files.copy_with(other)
+
+    replacing = threading.Thread(target=replace, daemon=True)
     replacing.start()
     replacing.join(PATIENCE_S)
     assert not replacing.is_alive() and files.reports() == []

@@ -189,6 +189,35 @@ def test_other_caches_end_what_was_under_way(model: str) -> None:
     assert "registered anew" in done[2].error
 
 
+def test_files_let_go_of_the_host_pool_before_there_is_another_one(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    connector = worker(model, cache="lru", cache_files=str(tmp_path / "kv"), cache_files_gib=0.1)
+    connector.register_kv_caches(caches(1.0))
+    store = FileJob(1, (b"a",), (0,), (b"a",))
+    step(connector, 0, saves=(Job(1, "a", (2,), (0,)),), file_stores=(store,))
+    make, found = connector._make_copier, list[object]()
+    before = [weakref.ref(connector.copier), *map(weakref.ref, connector.files._memory)]
+
+    def made(segments: list[torch.Tensor]) -> Any:
+        gc.collect()
+        found.extend(one() for one in before)
+        return make(segments)
+
+    monkeypatch.setattr(connector, "_make_copier", made)
+    kv = caches(100.0)
+    connector.register_kv_caches(kv)
+    assert found == [None] * len(before) and len(found) > 1, "two host pools at once"
+    step(connector, 1, file_loads=(FileJob(2, (b"a",), (5,)),))
+    connector.files._tier.wait_idle()
+    reports = connector.build_connector_worker_meta().files
+    assert [(report.number, report.failed) for report in reports if report.number] == [(1, ()), (2, ())]
+    assert step(connector, 2, loads=(Job(2, "a", (6,), (5,)),)) == ({"a"}, 0)
+    assert kv["one"][6, 0, 0, 0] == 3.0
+    connector.files.close()
+
+
 def test_other_caches_are_served_from_then_on(model: str) -> None:
     connector, kv = worker(model), caches(100.0)
     connector.register_kv_caches(caches(1.0))

@@ -113,8 +113,12 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         if self.copier is not None and self.copier.copies_on(segments):
             return
         self.forward_timer = ForwardTimer(segments[0].device.type)
-        leftover = None if self.copier is None else self.copier.give_up()
-        self.copier = None  # frees its host memory before the next copier allocates
+        leftover = None
+        if self.copier is not None:
+            leftover = self.copier.give_up()
+            if self.files is not None:
+                self.files.let_go()
+            self.copier = None  # frees its host memory before the next copier allocates
         self.copier = copier = self._make_copier(segments)
         if leftover is not None:
             copier.take_over(leftover)

@@ -49,13 +49,18 @@ class RankFiles:
         self._gone: set[bytes] = set()
         """What has left files before all of that was reported."""
 
-    def copy_with(self, copier: Copier) -> None:
-        """Use the host slots of another copier from now on. Waits for what is under way; loads fail. Where the medium
-        hangs for longer, what is under way goes on with the old memory, to which the tier refers until it has ended."""
+    def let_go(self) -> None:
+        """Use no host slots until :meth:`copy_with`, so that their memory can be freed before there is other. Waits for
+        what is under way; loads fail. Where the medium hangs for longer, what is under way goes on with the old memory,
+        to which the tier refers until it has ended."""
         self._begin_loads(anyway=True)
         if not self._tier.wait_idle(self._hang_s):
             logger.warning("kvpolicy: files hang; host memory that was replaced stays until they go on")
         self._stale |= {number for number, (job, _, _) in self._open.items() if not job.chain}
+        del self._copier, self._memory
+
+    def copy_with(self, copier: Copier) -> None:
+        """Use the host slots of another copier from now on."""
         self._copier, self._memory = copier, host_rows(copier)
 
     def begin(self, jobs: StepJobs) -> None:
