@@ -7,7 +7,7 @@ blocks before it are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -108,6 +108,10 @@ class LastingTier(Tier, Protocol):
 
     def digests(self) -> list[bytes]:
         """Digests of the keys of all blocks that can be loaded; see :func:`kvpolicy.tiers.digest_of_key`."""
+
+    def drop_digests(self, digests: Collection[bytes]) -> None:
+        """Give up the blocks whose keys have these digests: another rank has its part no more, so that nobody can load
+        them. Where a tier does not have this method, they stay until it gives them up by itself."""
 
     def take_gone(self) -> list[bytes]:
         """Digests of the keys of blocks that could be loaded and cannot any more, since the last call."""

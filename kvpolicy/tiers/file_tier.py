@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -229,9 +229,11 @@ class FileTier:
             self._threads.load(partial(self._read, number, key, name, pieces))
 
     def drop(self, keys: Iterable[Key]) -> None:
+        self.drop_digests([digest_of_key(key) for key in keys])
+
+    def drop_digests(self, digests: Collection[bytes]) -> None:
         self._settle()
-        for key in keys:
-            digest = digest_of_key(key)
+        for digest in digests:
             if digest in self._writing:
                 self._dropped.add(digest)
             elif digest in self._there:

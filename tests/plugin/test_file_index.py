@@ -186,6 +186,43 @@ def test_a_block_that_is_given_up_while_others_of_its_load_are_read_is_in_host_m
     assert core.index.leading(CHAIN) == 0 and core.index.leading(CHAIN[1:]) == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_one_rank_gives_up_the_others_are_told_to_drop(ranks: int) -> None:
+    core = Core(ranks)
+    core.stored()
+    core.index.acknowledge([FileReport(gone=(digest_of_key(b"b"),)), FileReport(gone=(digest_of_key(b"b"),))])
+    assert core.index.take_drops() == ((digest_of_key(b"b"),) if ranks > 1 else ())
+    assert core.index.take_drops() == () and core.index.leading(CHAIN) == 1
+
+
+def test_what_is_stored_again_is_not_dropped_and_what_is_loaded_not_before_its_end() -> None:
+    core, gone = Core(), [FileReport(gone=(digest_of_key(b"a"),))]
+    core.stored()
+    core.drop_from_host()
+    core.index.acknowledge(gone)
+    core.save([b"a"])
+    assert core.index.take_drops() == ()
+    for job in core.jobs()[0]:
+        core.report(job)
+    assert core.index.take_drops() == () and core.index.leading(CHAIN) == 3
+    core.drop_from_host()
+    core.index.fetch(CHAIN, 0, 3)
+    (_, (job,)) = core.jobs()
+    core.index.acknowledge(gone)
+    assert core.index.take_drops() == ()
+    core.report(job, ranks=1)
+    assert core.index.take_drops() == ()
+    core.report(job, ranks=1)
+    assert core.index.take_drops() == (digest_of_key(b"a"),)
+
+
+def test_of_what_is_given_up_at_once_so_many_are_dropped_elsewhere_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy_vllm.plugin.file_index.MAX_DROPS", 2)
+    core = Core()
+    core.index.acknowledge([FileReport(gone=tuple(map(digest_of_key, CHAIN)))])
+    assert core.index.take_drops() == tuple(map(digest_of_key, CHAIN[:2]))
+
+
 def test_what_ranks_have_moved_is_told_by_direction() -> None:
     """Of a block that one rank has already the other one writes its part alone."""
     core, moved = Core(), list[tuple[str, int]]()

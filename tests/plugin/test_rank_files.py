@@ -316,6 +316,32 @@ def test_what_an_earlier_server_left_is_reported_in_parts(tmp_path: Path, monkey
     third.close()
 
 
+def test_what_another_rank_has_no_more_is_dropped_and_not_reported(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    """The scheduler knows, as it has said so. What leaves for another reason meanwhile is reported."""
+    files, _ = rank
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b", b"c"), (0, 1, 2), (b"a", b"b", b"c")),)))
+    assert reports(files) == [FileReport(1, moved=3)]
+    files._tier.drop([b"c"])
+    files.begin(StepJobs(2, file_drops=(digest_of_key(b"b"), digest_of_key(b"x"))))
+    assert reports(files) == [FileReport(gone=(digest_of_key(b"c"),))]
+    assert [files._tier.lookup([key]) for key in (b"a", b"b", b"c")] == [1, 0, 0]
+    files.begin(StepJobs(3, file_stores=(FileJob(2, (b"b",), (1,), (b"a", b"b")),)))
+    assert reports(files) == [FileReport(2, moved=1)]
+
+
+def test_what_is_dropped_before_it_is_reported_is_not_found(tmp_path: Path) -> None:
+    device = copier()
+    device.save(Job(1, "r", (0, 1), (0, 1)))
+    first = RankFiles(opened(tmp_path), device)
+    first.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b"), (0, 1), (b"a", b"b")),)))
+    reports(first)
+    first.close()
+    second = RankFiles(opened(tmp_path), copier())
+    second.begin(StepJobs(1, file_drops=(digest_of_key(b"b"),)))
+    assert reports(second) == [FileReport(found=(digest_of_key(b"a"),), ready=True)]
+    second.close()
+
+
 def test_files_go_by_the_prices_of_the_step(tmp_path: Path) -> None:
     tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 1 << 20, "cost")
     files = RankFiles(tier, copier())
@@ -373,6 +399,11 @@ def test_the_tier_that_a_document_shows_takes_the_place_of_files() -> None:
     device.load(Job(2, "r", (4,), (5,)))
     assert [load.ok for load in device.poll()] == [True]
     assert all((segment[4] == 11 + number).all() for number, segment in enumerate(device.device_segments))
+    files.begin(StepJobs(3, file_drops=(digest_of_key(b"b"),)))
+    assert reports(files) == [] and tier.usage().blocks == 1
     tier.drop([b"a"])
-    assert reports(files) == [FileReport(gone=(digest_of_key(b"a"),))] and tier.usage().blocks == 1
+    assert reports(files) == [FileReport(gone=(digest_of_key(b"a"),))] and tier.usage().blocks == 0
+    tier.drop_digests = None
+    files.begin(StepJobs(4, file_drops=(digest_of_key(b"a"),)))  # as of a tier that was made before there were drops
+    assert reports(files) == []
     files.close()

@@ -13,7 +13,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.settings import GIB
-from kvpolicy_vllm.plugin.messages import FileEvent, FileReport, Transfers
+from kvpolicy.tiers import digest_of_key
+from kvpolicy_vllm.plugin.messages import FileEvent, FileReport, StepJobs, Transfers
 from tests.priced import Priced
 from tests.vllm import alone, harness
 from tests.vllm.test_prompt_cache import PROMPT, Served
@@ -142,6 +143,16 @@ def test_who_computes_faster_does_not_wait_for_a_load_of_another_request(model: 
     for request in asked[1:]:
         prompts.ended(request)
     assert len(prompts) == 2
+
+
+def test_what_one_rank_gives_up_goes_to_all_with_the_next_step(model: str) -> None:
+    served, gone = WithFiles(model), digest_of_key(b"a")
+    prompts = served.controller.prompts
+    prompts.keep_files(ranks=2)
+    prompts.files.acknowledge([FileReport(gone=(gone,))])
+    assert prompts.with_files(StepJobs(1)).file_drops == (gone,)
+    jobs = StepJobs(2)
+    assert prompts.with_files(jobs) is jobs
 
 
 @pytest.mark.parametrize("load_s", [0.001, 1.0], ids=["fast", "slow"])

@@ -25,6 +25,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SHARE = 4
 """Of host slots, stores and loads of files hold at most one in so many."""
 WARNING_EVERY_S = 60.0
+MAX_DROPS = 20_000
+"""Blocks that a step tells the ranks to drop, at most. What exceeds that stays until each of them gives it up."""
 Count = Callable[[str, int], None]
 
 
@@ -75,6 +77,8 @@ class FileIndex:
         """Loads by the keys of their contents."""
         self._of_digest: dict[bytes, list[Under]] = {}
         """Stores and loads, late ones too, by the digests of their contents' keys."""
+        self._drops: dict[bytes, None] = {}
+        """Digests of what some rank has no more, and others may have."""
         self._ready = 0
         """Ranks that have."""
         self._numbers = 0
@@ -282,6 +286,24 @@ class FileIndex:
         self._forgets, self._events, self._stores, self._loads = False, [], [], []
         return taken
 
+    def take_drops(self) -> tuple[bytes, ...]:
+        """Digests of what some rank has said since the last call to have no more, so that nobody can load it: all ranks
+        are to drop it. What is being stored again is left alone, and what is being loaded comes when that has ended."""
+        if not self._drops:
+            return ()
+        drops, self._drops = self._drops, {}
+        wanted = [digest for digest in drops if digest not in self._of_digest and not self._is_there(digest)]
+        for digest in wanted:
+            self._there.pop(digest, None)
+        return tuple(wanted)
+
+    def _drop(self, digest: bytes) -> None:
+        if self._ranks > 1 and len(self._drops) < MAX_DROPS:
+            self._drops[digest] = None
+
+    def _is_there(self, digest: bytes) -> bool:
+        return self._there.get(digest, 0) >= self._ranks
+
     def acknowledge(self, reports: Iterable[FileReport]) -> None:
         """Register what ranks report."""
         for report in reports:
@@ -302,6 +324,7 @@ class FileIndex:
                     self._settle(under)
             for digest in report.gone:
                 self._there.pop(digest, None)
+                self._drop(digest)
                 for under in self._of_digest.get(digest, ()):
                     under.gone.add(digest)
 
@@ -347,6 +370,8 @@ class FileIndex:
                 self._there[digest] = self._ranks
             elif under.chain:
                 self._there.pop(digest, None)
+            if digest in under.gone:
+                self._drop(digest)
         if under.chain:
             self._loaded(under, done)
         else:

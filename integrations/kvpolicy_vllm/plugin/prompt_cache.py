@@ -259,12 +259,14 @@ class PromptCache:
     def with_files(self, jobs: StepJobs) -> StepJobs:
         """A step's jobs, with those that concern files."""
         forgets, events, stores, loads = (False, (), (), ()) if self.files is None else self.files.take_jobs()
+        drops = () if self.files is None else self.files.take_drops()
         prices = self._file_prices() if self._unpriced else ()
-        if not (forgets or events or stores or loads or prices):
+        if not (forgets or events or drops or stores or loads or prices):
             return jobs
         return replace(
-            jobs, forget_hints=forgets, file_events=events, file_prices=prices, file_stores=stores, file_loads=loads
-        )
+            jobs, forget_hints=forgets, file_events=events, file_prices=prices, file_drops=drops, file_stores=stores,
+            file_loads=loads,
+        )  # fmt: skip
 
     def _file_prices(self) -> tuple[float, ...]:
         """What a block in files saves, by its place: as one in host memory, less the time that it takes there."""

@@ -48,6 +48,8 @@ class RankFiles:
         """What an earlier server left and is not reported yet."""
         self._gone: set[bytes] = set()
         """What has left files before all of that was reported."""
+        self._left: list[bytes] = []
+        """What has left files since reports were taken, as was seen when others were dropped."""
 
     def let_go(self) -> None:
         """Use no host slots until :meth:`copy_with`, so that their memory can be freed before there is other. Waits for
@@ -78,6 +80,8 @@ class RankFiles:
                     self._tier.asked(event.keys)
                 else:
                     self._tier.hinted(event.keys, event.hints, event.client)
+            if jobs.file_drops:
+                self._drop(frozenset(jobs.file_drops))
             for job in jobs.file_stores:
                 self._store(job)
             for job in jobs.file_loads:
@@ -96,6 +100,14 @@ class RankFiles:
                 self._tier.load(job.number, [*zip(job.keys, map(self._pieces, job.slots), strict=True)])
             else:
                 self._waiting.append(job)
+
+    def _drop(self, digests: frozenset[bytes]) -> None:
+        """The scheduler knows already that these are not there."""
+        drop = getattr(self._tier, "drop_digests", None)  # tiers of one's own may be older
+        if drop is not None:
+            drop(digests)
+            self._gone.update(digests if self._found else ())
+            self._left += [digest for digest in self._tier.take_gone() if digest not in digests]
 
     def _store(self, job: FileJob) -> None:
         first = job.chain.index(job.keys[0])
@@ -125,7 +137,7 @@ class RankFiles:
                 self._copier.filled(slot for key, slot in pairs if digest_of_key(key) not in failed)
             moved = len(finished.done)
             self._reports.append(FileReport(finished.number, tuple(failed), refused, moved))
-        gone = self._tier.take_gone()
+        gone, self._left = self._left + self._tier.take_gone(), []
         reports, self._reports = self._reports, []
         if self._found:
             self._gone.update(gone)
