@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from kvpolicy.caching.adaptive import Arc, S3Fifo
-from kvpolicy.caching.base import CachingPolicy
+from kvpolicy.caching.base import CachingPolicy, Part
 from kvpolicy.caching.by_cost import ByCost
 from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.by_use import Lfu, Lru
@@ -25,6 +25,7 @@ __all__ = [
     "Lfu",
     "Lru",
     "Node",
+    "Part",
     "Replayed",
     "S3Fifo",
     "Tree",

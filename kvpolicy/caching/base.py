@@ -8,11 +8,25 @@ there: a hit is a chain's leading blocks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 Key = Hashable
 Chain = Sequence[Key]
 """The blocks of a prompt, its first one first, none of them twice."""
+OneKey = TypeVar("OneKey", bound=Key, covariant=True)
+
+
+class Part(tuple[OneKey, ...]):
+    """Blocks that follow each other in a prompt, the first of which is its block ``first``: passed for the whole where
+    that would be long."""
+
+    first: int
+
+    def __new__(cls, keys: Iterable[OneKey], first: int) -> Part[OneKey]:
+        part = super().__new__(cls, keys)
+        part.first = first
+        return part
 
 
 class CachingPolicy(ABC):
@@ -56,7 +70,8 @@ class CachingPolicy(ABC):
 
     @abstractmethod
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
-        """The blocks of the prompt with these indices, which were not there, are there from now on."""
+        """The blocks of the prompt with these indices, which were not there, are there from now on. In files the chain
+        may be a :class:`Part` of it, in which the indices are."""
 
     @abstractmethod
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from math import inf
 from statistics import fmean
 
-from kvpolicy.caching.base import CachingPolicy, Chain, Key
+from kvpolicy.caching.base import CachingPolicy, Chain, Key, Part
 from kvpolicy.caching.returns import Class, Returns, Visit
 
 SAMPLE = 32
@@ -147,7 +147,9 @@ class ByCost(CachingPolicy):
         return self._there.get(key) or self._gone.get(key)
 
     def _place(self, chain: Chain, position: int) -> int:
-        """Of a block in its prompt, of which the chain may be a part that begins later."""
+        """Of a block in its prompt, of which the chain may be a part that begins later and may not say where."""
+        if isinstance(chain, Part):
+            return chain.first + position
         before = self._known(chain[position - 1]) if position else None
         return position if before is None else before.position + 1
 

@@ -7,7 +7,7 @@ blocks before it are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -73,7 +73,8 @@ class Tier(Protocol):
         """A request has this prompt."""
 
     def store(self, number: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
-        """Begin to store those blocks of a prompt that ``blocks`` has, by their indices in the chain.
+        """Begin to store those blocks of a prompt that ``blocks`` has, by their indices in the chain, which may be a
+        :class:`kvpolicy.caching.Part` of the prompt.
 
         Return the indices that are being stored: the others are there already, or there is no room for them in the tier
         or in its queue. Their memory must stay unchanged until :meth:`finished` reports the number, which no other
@@ -107,6 +108,10 @@ class LastingTier(Tier, Protocol):
 
     def digests(self) -> list[bytes]:
         """Digests of the keys of all blocks that can be loaded; see :func:`kvpolicy.tiers.digest_of_key`."""
+
+    def drop_digests(self, digests: Collection[bytes]) -> None:
+        """Give up the blocks whose keys have these digests: another rank has its part no more, so that nobody can load
+        them. Where a tier does not have this method, they stay until it gives them up by itself."""
 
     def take_gone(self) -> list[bytes]:
         """Digests of the keys of blocks that could be loaded and cannot any more, since the last call."""

@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpolicy.caching import ByCost, CachingPolicy, Hinted
+from kvpolicy.caching import ByCost, CachingPolicy, Hinted, Part
 from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import guarded
 from kvpolicy.errors import InputError
@@ -102,6 +102,7 @@ class FileTier:
         allow_python: bool = False,
         failed: Callable[[str], None] = lambda method: None,
         clock: Callable[[], float] = time.monotonic,
+        number: int | None = None,
     ) -> FileTier:
         """Open a tier, with the blocks that an earlier process left there.
 
@@ -110,7 +111,8 @@ class FileTier:
         with ``allow_python``. Where the code of one's own policy fails, ``lru`` takes its place, that is logged, and
         ``failed`` is called with the name of the method. ``queue_blocks``: blocks that wait to be stored, at most.
         ``hints``: how many blocks what requests say may hold, and how long; None: nothing that they say is
-        heeded. ``block_tokens``: tokens of a block, in which prefixes are pinned. ``clock``: seconds.
+        heeded. ``block_tokens``: tokens of a block, in which prefixes are pinned. ``clock``: seconds. ``number``: of
+        the folder to take if no process has it; else, and without one, the first one that none has.
 
         Raises InputError for a directory or an argument that will not do, and OSError where nothing can be written to
         the directory.
@@ -118,7 +120,12 @@ class FileTier:
         layout = BlockLayout(bytes.fromhex(namespace_digest(namespace)), block_bytes)
         _check(layout, capacity_bytes, queue_blocks, threads)
         giving_up = caching.load_for_files(policy, capacity_bytes // layout.file_bytes, allow_python)
-        folder = OwnedFolder.claim(directory, namespace, block_bytes)
+        folder = OwnedFolder.claim(directory, namespace, block_bytes, number)
+        if folder.number:
+            logger.warning(
+                "kvpolicy: other processes have files of this model in %s: this one has folder number %d, and one that "
+                "starts alone later does not find what is in it", directory, folder.number
+            )  # fmt: skip
         try:
             files = BlockFiles(folder, layout)
             files.probe()
@@ -144,6 +151,11 @@ class FileTier:
     def directory(self) -> Path:
         """The folder of this process's files."""
         return self._folder.path
+
+    @property
+    def number(self) -> int:
+        """Of that folder: 0 for the first process of the namespace in the directory."""
+        return self._folder.number
 
     @property
     def direct(self) -> bool:
@@ -202,7 +214,7 @@ class FileTier:
         wanted = self._first(wanted, self._queue_blocks - len(self._writing), "refused_queue_full")
         evicted = self._evict(len(wanted), digests)
         wanted = self._first(wanted, self._occupancy.room + len(evicted), "refused_no_room")
-        self._policy.stored(digests, wanted)
+        self._policy.stored(Part(digests, chain.first) if isinstance(chain, Part) else digests, wanted)
         if wanted:
             self._open_jobs[number] = len(wanted)
         for place, index in enumerate(wanted):
@@ -229,9 +241,11 @@ class FileTier:
             self._threads.load(partial(self._read, number, key, name, pieces))
 
     def drop(self, keys: Iterable[Key]) -> None:
+        self.drop_digests([digest_of_key(key) for key in keys])
+
+    def drop_digests(self, digests: Collection[bytes]) -> None:
         self._settle()
-        for key in keys:
-            digest = digest_of_key(key)
+        for digest in digests:
             if digest in self._writing:
                 self._dropped.add(digest)
             elif digest in self._there:

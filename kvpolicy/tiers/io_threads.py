@@ -74,6 +74,7 @@ class IoThreads(Generic[State]):
             try:
                 task(state)
             finally:
+                del task  # and with it the memory that it refers to
                 with self._changed:
                     self._running -= 1
                     self._changed.notify_all()

@@ -78,9 +78,12 @@ class OwnedFolder:
         self.by_digit: dict[str, int] = {}
 
     @classmethod
-    def claim(cls, directory: Path, namespace: Mapping[str, Any], block_bytes: int) -> OwnedFolder:
+    def claim(
+        cls, directory: Path, namespace: Mapping[str, Any], block_bytes: int, number: int | None = None
+    ) -> OwnedFolder:
         """Lock a folder for blocks of this namespace, without what was being written there and without blocks that the
-        manifest does not vouch for.
+        manifest does not vouch for: that of the number, where there is one and nobody owns it, else the first one that
+        nobody owns.
 
         Raises InputError as :func:`open_private`, and where too many processes have folders; OSError where the
         directory cannot be read or written.
@@ -93,8 +96,8 @@ class OwnedFolder:
         finally:
             os.close(outer)
         try:
-            for number in range(MAX_PROCESSES):
-                owned = cls._try_claim(directory / digest / str(number), inner)
+            for wanted in (*(() if number is None else (number,)), *range(MAX_PROCESSES)):
+                owned = cls._try_claim(directory / digest / str(wanted), inner)
                 if owned is not None:
                     try:
                         owned._prepare({"version": 1, "block_bytes": block_bytes, "namespace": dict(namespace)})
@@ -105,6 +108,10 @@ class OwnedFolder:
         finally:
             os.close(inner)
         raise InputError(f"{directory}: {MAX_PROCESSES} processes keep blocks of this model there; give another folder")
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
 
     @classmethod
     def _try_claim(cls, path: Path, inside: int) -> OwnedFolder | None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from kvpolicy.caching.base import Part
 from kvpolicy.caching.by_cost import ByCost
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.caching.prompt_replay import replay
@@ -133,6 +134,15 @@ def test_a_part_of_a_chain_has_the_places_of_the_whole() -> None:
     policy.stored(whole[:3], [0, 1, 2])
     policy.stored(whole[2:], [1, 2, 3])
     assert [policy._there[key].position for key in whole] == whole
+
+
+def test_a_part_of_a_chain_has_the_places_that_it_says_whatever_is_known_of_the_block_before_it() -> None:
+    """As where the end of what was generated comes first, a block at a time."""
+    policy = ByCost(10)
+    policy.asked("abc", 0)
+    for first in (4, 3, 2):
+        policy.stored(Part("abcdef"[first : first + 2], first), [1])
+    assert [policy._there[key].position for key in "def"] == [3, 4, 5]
 
 
 def test_every_block_is_counted_with_the_last_prompt_that_asked_for_it() -> None:

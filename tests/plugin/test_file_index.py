@@ -36,11 +36,12 @@ class Core:
         self.counts[event] += blocks
 
     def save(self, chain: Sequence[bytes]) -> list[HostBlock]:
-        """The device loses the contents of a chain, and they are in host memory then."""
+        """The device loses the contents of a chain, its last one first as vLLM frees it, and they are in host memory
+        then."""
         places = range(self._places, self._places + len(chain))
         self._places += len(chain)
         self.pool.given_back(chain, places, len(chain))
-        blocks = self.pool.lost(places)
+        blocks = self.pool.lost(reversed(places))
         self.index.saved(blocks)
         return blocks
 
@@ -68,7 +69,7 @@ def test_what_comes_to_host_memory_is_stored_and_there_once_all_ranks_say_so() -
     blocks = core.save(CHAIN)
     ((job,), loads) = core.jobs()
     assert job.keys == job.chain == tuple(CHAIN) and not loads
-    assert job.slots == tuple(block.slot for block in blocks)
+    assert job.slots == tuple(block.slot for block in reversed(blocks))
     assert core.pool.used == 3 and core.index.under_way, "their slots are kept"
     core.report(job, ranks=1)
     assert core.index.leading(CHAIN) == 0 and core.pool.used == 3
@@ -84,7 +85,7 @@ def test_a_block_follows_the_one_before_it() -> None:
     core.stored(CHAIN[:2])
     core.save([*CHAIN, b"d"])
     ((job,), _) = core.jobs()
-    assert job.keys == (b"c", b"d") and job.chain == (b"b", b"c", b"d")
+    assert job.keys == (b"c", b"d") and job.chain == (b"b", b"c", b"d") and job.first == 1
 
 
 def test_blocks_of_several_prompts_are_several_jobs() -> None:
@@ -93,6 +94,21 @@ def test_blocks_of_several_prompts_are_several_jobs() -> None:
     core.pool.given_back([b"x"], [1], 1)
     core.index.saved(core.pool.lost([0, 1]))
     assert [job.keys for job in core.jobs()[0]] == [(b"a",), (b"x",)]
+
+
+def test_blocks_of_prompts_that_come_mixed_are_stored_in_the_order_of_their_prompts() -> None:
+    """Two prompts that share a beginning, and a third one, of which files have the second block."""
+    core = Core(slots=100)
+    core.stored([b"x", b"y"])
+    core.index.acknowledge([FileReport(gone=(digest_of_key(b"x"),))])
+    core.drop_from_host()
+    place_of = {key: 50 + number for number, key in enumerate([b"a", b"b", b"c", b"d", b"e", b"x", b"y", b"z"])}
+    for prompt in ([b"a", b"b", b"c"], [b"a", b"b", b"d", b"e"], [b"x", b"y", b"z"]):
+        core.pool.given_back(prompt, [place_of[key] for key in prompt], len(prompt))
+    mixed = [b"z", b"e", b"c", b"x", b"b", b"y", b"d", b"a"]
+    core.index.saved(core.pool.lost(place_of[key] for key in mixed))
+    chains = [b"".join(job.chain) for job in core.jobs()[0]]
+    assert chains == [b"x", b"abc", b"yz", b"bde"], "nothing comes before what it continues"
 
 
 def test_what_one_rank_could_not_store_is_not_there() -> None:
@@ -170,6 +186,43 @@ def test_a_block_that_is_given_up_while_others_of_its_load_are_read_is_in_host_m
     assert core.index.leading(CHAIN) == 0 and core.index.leading(CHAIN[1:]) == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_one_rank_gives_up_the_others_are_told_to_drop(ranks: int) -> None:
+    core = Core(ranks)
+    core.stored()
+    core.index.acknowledge([FileReport(gone=(digest_of_key(b"b"),)), FileReport(gone=(digest_of_key(b"b"),))])
+    assert core.index.take_drops() == ((digest_of_key(b"b"),) if ranks > 1 else ())
+    assert core.index.take_drops() == () and core.index.leading(CHAIN) == 1
+
+
+def test_what_is_stored_again_is_not_dropped_and_what_is_loaded_not_before_its_end() -> None:
+    core, gone = Core(), [FileReport(gone=(digest_of_key(b"a"),))]
+    core.stored()
+    core.drop_from_host()
+    core.index.acknowledge(gone)
+    core.save([b"a"])
+    assert core.index.take_drops() == ()
+    for job in core.jobs()[0]:
+        core.report(job)
+    assert core.index.take_drops() == () and core.index.leading(CHAIN) == 3
+    core.drop_from_host()
+    core.index.fetch(CHAIN, 0, 3)
+    (_, (job,)) = core.jobs()
+    core.index.acknowledge(gone)
+    assert core.index.take_drops() == ()
+    core.report(job, ranks=1)
+    assert core.index.take_drops() == ()
+    core.report(job, ranks=1)
+    assert core.index.take_drops() == (digest_of_key(b"a"),)
+
+
+def test_of_what_is_given_up_at_once_so_many_are_dropped_elsewhere_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy_vllm.plugin.file_index.MAX_DROPS", 2)
+    core = Core()
+    core.index.acknowledge([FileReport(gone=tuple(map(digest_of_key, CHAIN)))])
+    assert core.index.take_drops() == tuple(map(digest_of_key, CHAIN[:2]))
+
+
 def test_what_ranks_have_moved_is_told_by_direction() -> None:
     """Of a block that one rank has already the other one writes its part alone."""
     core, moved = Core(), list[tuple[str, int]]()
@@ -202,7 +255,8 @@ def test_files_hold_at_most_a_share_of_the_slots() -> None:
     chain = [b"%d" % number for number in range(SLOTS)]
     core.save(chain)
     stores, _ = core.jobs()
-    assert sum(len(job.keys) for job in stores) == core.pool.used == SLOTS // SHARE
+    assert [job.keys for job in stores] == [tuple(chain[: SLOTS // SHARE])], "a prompt's beginning is of use alone"
+    assert core.pool.used == SLOTS // SHARE
     assert core.counts["refused"] == SLOTS - SLOTS // SHARE
     core.save([b"later", b"still"])
     assert core.counts["refused"] == SLOTS - SLOTS // SHARE + 2
@@ -271,10 +325,10 @@ def test_blocks_come_back_to_host_memory() -> None:
     assert core.index.fetch(CHAIN, 1, 2)
     (_, (job,)) = core.jobs()
     assert job.keys == (b"b", b"c") and core.pool.used == 2
-    assert core.index.is_coming(b"b") and not core.index.is_coming(b"a") and core.pool.leading(CHAIN[1:]) == 0
+    assert core.index.load_of(b"b") and not core.index.load_of(b"a") and core.pool.leading(CHAIN[1:]) == 0
     core.now = 0.5
     core.report(job)
-    assert core.pool.leading(CHAIN[1:]) == 2 and not core.index.is_coming(b"b") and core.pool.used == 0
+    assert core.pool.leading(CHAIN[1:]) == 2 and not core.index.load_of(b"b") and core.pool.used == 0
     assert core.counts["loaded"] == 2 and core.index.read_s(4) == pytest.approx(1.0)
     core.now += RENEWED_S
     assert core.index.read_s(4) == 0.0, "a disk may be faster by now"
@@ -373,7 +427,8 @@ def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
     core.drop_from_host()
     assert core.index.backlog_s() == 0.0 and core.index.read_s(1) == pytest.approx(0.5)
     one, two = load(0, 1), load(1, 2)
-    assert core.index.backlog_s() == pytest.approx(1.5)
+    assert core.index.backlog_s() == core.index.backlog_s(two.number) == pytest.approx(1.5)
+    assert core.index.backlog_s(one.number) == pytest.approx(0.5)
     core.now += 0.2
     assert core.index.backlog_s() == pytest.approx(1.3)
     core.now += 0.8
@@ -389,6 +444,24 @@ def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
     core.now += MAX_WAIT_S
     core.index.note_late()
     assert core.index.backlog_s() == 0.0
+
+
+def test_who_waits_for_a_load_hears_of_what_it_brings_and_of_what_files_have_behind_that() -> None:
+    core = Core()
+    core.stored([*CHAIN, b"d"])
+    core.stored([b"x"])
+    core.drop_from_host()
+    core.index.fetch([b"x"], 0, 1)
+    (_, (job,)) = core.jobs()
+    core.now += 0.5
+    core.report(job)
+    core.drop_from_host()
+    assert core.index.fetch(CHAIN, 0, 2) and core.index.fetch([b"x"], 0, 1)
+    (_, (job, other)) = core.jobs()
+    assert core.index.load_of(b"a") == core.index.load_of(b"b") == job.number != core.index.load_of(b"x")
+    assert core.index.ahead([b"a", b"other"], job.number) == (1, pytest.approx(1.0))
+    assert core.index.ahead([b"x"], other.number) == (1, pytest.approx(1.5))
+    assert core.index.ahead([*CHAIN, b"d", b"e"], job.number) == (4, pytest.approx(1.5 + 1.0))
 
 
 def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:
@@ -423,11 +496,11 @@ def test_nobody_waits_for_ever_and_a_slot_that_may_be_written_to_is_not_used_aga
     (_, (job,)) = core.jobs()
     core.now = MAX_WAIT_S - 0.1
     core.index.note_late()
-    assert core.index.is_coming(b"a") and core.index.under_way and not core.counts["late"]
+    assert core.index.load_of(b"a") and core.index.under_way and not core.counts["late"]
     core.now = MAX_WAIT_S
     for _ in range(2):
         core.index.note_late()
-        assert not core.index.is_coming(b"a") and core.index.leading([b"a"]) == 0
+        assert not core.index.load_of(b"a") and core.index.leading([b"a"]) == 0
         assert core.counts["late"] == 1 and core.pool.used == 1 and not core.index.under_way
     core.report(job, ranks=1)
     assert core.pool.used == 1, "the other rank may still be writing to its slot"
@@ -452,10 +525,10 @@ def test_a_late_load_suspends_reads_until_one_comes_in_time() -> None:
     first = begun(core, b"a")
     core.now = 5.0
     second = begun(core, b"b")
-    assert core.index.is_coming(b"b")
+    assert core.index.load_of(b"b")
     core.now = MAX_WAIT_S
     core.index.note_late()
-    assert not core.index.is_coming(b"b"), "nor does anybody wait any longer who waits already"
+    assert not core.index.load_of(b"b"), "nor does anybody wait any longer who waits already"
     assert begun(core, b"c") is None and core.counts["suspended"] == 1
     assert first is not None and second is not None
     core.now = 2 * MAX_WAIT_S
@@ -467,7 +540,7 @@ def test_a_late_load_suspends_reads_until_one_comes_in_time() -> None:
     (_, (trial,)) = core.jobs()
     assert not core.index.fetch([b"d"], 0, 1) and core.jobs()[1] == [], "one is tried at a time"
     core.report(trial)
-    assert core.pool.leading([b"c"]) == 1 and core.index.fetch([b"d"], 0, 1) and core.index.is_coming(b"d")
+    assert core.pool.leading([b"c"]) == 1 and core.index.fetch([b"d"], 0, 1) and core.index.load_of(b"d")
 
 
 def test_a_disk_that_is_always_late_is_tried_and_never_waited_for() -> None:

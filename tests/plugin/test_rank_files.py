@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -207,11 +209,24 @@ def test_loads_into_memory_that_was_replaced_have_failed(rank: tuple[RankFiles, 
     reports(files)
     files.begin(StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),), file_stores=(FileJob(3, (b"b",), (1,), (b"b",)),)))
     other = copier()
+    files.let_go()
     files.copy_with(other)
     found = {report.number: report.failed for report in files.reports()}
     assert found == {2: (digest_of_key(b"a"),), 3: ()} and not other.holds(5)
     files.begin(StepJobs(4, file_stores=(FileJob(4, (b"c",), (2,), (b"c",)),)))
     assert reports(files) == [FileReport(4, refused=(digest_of_key(b"c"),))], "the new slots hold nothing"
+
+
+def test_memory_that_is_let_go_of_can_be_freed_before_there_is_other(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    files, _ = rank
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b"), (0, 1), (b"a", b"b")),)))
+    reports(files)
+    files.begin(StepJobs(2, file_loads=(FileJob(2, (b"b", b"a"), (5, 6)),)))
+    memory = [weakref.ref(rows) for rows in files._memory]
+    files.let_go()
+    gc.collect()
+    assert [rows() for rows in memory] == [None] * len(memory)
+    files.copy_with(copier())
 
 
 def test_memory_is_replaced_though_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +239,12 @@ def test_memory_is_replaced_though_the_disk_hangs(tmp_path: Path, monkeypatch: p
     gate, new = Gate(monkeypatch, "readv"), [rows.copy() for rows in host_rows(other)]
     files.begin(StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),)))
     gate.began.wait()
-    replacing = threading.Thread(target=files.copy_with, args=(other,), daemon=True)
+
+    def replace() -> None:
+        files.let_go()
+        files.copy_with(other)
+
+    replacing = threading.Thread(target=replace, daemon=True)
     replacing.start()
     replacing.join(PATIENCE_S)
     assert not replacing.is_alive() and files.reports() == []
@@ -296,12 +316,49 @@ def test_what_an_earlier_server_left_is_reported_in_parts(tmp_path: Path, monkey
     third.close()
 
 
+def test_what_another_rank_has_no_more_is_dropped_and_not_reported(rank: tuple[RankFiles, IndexingCopier]) -> None:
+    """The scheduler knows, as it has said so. What leaves for another reason meanwhile is reported."""
+    files, _ = rank
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b", b"c"), (0, 1, 2), (b"a", b"b", b"c")),)))
+    assert reports(files) == [FileReport(1, moved=3)]
+    files._tier.drop([b"c"])
+    files.begin(StepJobs(2, file_drops=(digest_of_key(b"b"), digest_of_key(b"x"))))
+    assert reports(files) == [FileReport(gone=(digest_of_key(b"c"),))]
+    assert [files._tier.lookup([key]) for key in (b"a", b"b", b"c")] == [1, 0, 0]
+    files.begin(StepJobs(3, file_stores=(FileJob(2, (b"b",), (1,), (b"a", b"b")),)))
+    assert reports(files) == [FileReport(2, moved=1)]
+
+
+def test_what_is_dropped_before_it_is_reported_is_not_found(tmp_path: Path) -> None:
+    device = copier()
+    device.save(Job(1, "r", (0, 1), (0, 1)))
+    first = RankFiles(opened(tmp_path), device)
+    first.begin(StepJobs(1, file_stores=(FileJob(1, (b"a", b"b"), (0, 1), (b"a", b"b")),)))
+    reports(first)
+    first.close()
+    second = RankFiles(opened(tmp_path), copier())
+    second.begin(StepJobs(1, file_drops=(digest_of_key(b"b"),)))
+    assert reports(second) == [FileReport(found=(digest_of_key(b"a"),), ready=True)]
+    second.close()
+
+
 def test_files_go_by_the_prices_of_the_step(tmp_path: Path) -> None:
     tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 1 << 20, "cost")
     files = RankFiles(tier, copier())
     files.begin(StepJobs(1, file_prices=sampled(lambda index: 2.0 * index)))
     files.begin(StepJobs(2))
     assert isinstance(tier._policy, ByCost) and [tier._policy._price(index) for index in (0, 5, 900)] == [0, 10, 1800]
+    files.close()
+
+
+def test_what_was_generated_has_its_place_in_the_prompt(tmp_path: Path) -> None:
+    """Nobody has asked for the block before it."""
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 1 << 20, "cost")
+    device = copier()
+    device.save(Job(1, "r", (0,), (0,)))
+    files = RankFiles(tier, device)
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"f",), (0,), (b"e", b"f"), first=4),)))
+    assert isinstance(tier._policy, ByCost) and tier._policy._there[digest_of_key(b"f")].position == 5
     files.close()
 
 
@@ -342,6 +399,11 @@ def test_the_tier_that_a_document_shows_takes_the_place_of_files() -> None:
     device.load(Job(2, "r", (4,), (5,)))
     assert [load.ok for load in device.poll()] == [True]
     assert all((segment[4] == 11 + number).all() for number, segment in enumerate(device.device_segments))
+    files.begin(StepJobs(3, file_drops=(digest_of_key(b"b"),)))
+    assert reports(files) == [] and tier.usage().blocks == 1
     tier.drop([b"a"])
-    assert reports(files) == [FileReport(gone=(digest_of_key(b"a"),))] and tier.usage().blocks == 1
+    assert reports(files) == [FileReport(gone=(digest_of_key(b"a"),))] and tier.usage().blocks == 0
+    tier.drop_digests = None
+    files.begin(StepJobs(4, file_drops=(digest_of_key(b"a"),)))  # as of a tier that was made before there were drops
+    assert reports(files) == []
     files.close()

@@ -89,6 +89,16 @@ def test_what_is_computed_behind_it_is_stale_too(device: Device) -> None:
     assert beside in stale and running in stale
 
 
+def test_what_is_found_behind_an_equal_block_of_others_is_stale_too(device: Device) -> None:
+    """Another request has computed the first block again, and vLLM finds that one before the stale one."""
+    device.made("running", 10, 0, 1)
+    stale = reset(device)
+    device.fill(0, 1, 3)
+    beside = device.made("beside", 0, 3, 1, 2)
+    stale.admitted(beside, device)
+    assert beside in stale
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["preempted", "ended"])
 def test_what_it_leaves_on_the_device_is_stale(device: Device, ends: bool) -> None:
     running = device.made("running", 10, 0, 1)

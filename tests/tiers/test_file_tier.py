@@ -88,6 +88,15 @@ def test_the_load_of_nothing_ends(tier: FileTier) -> None:
     assert [one.number for one in tier.finished()] == [7]
 
 
+def test_another_folder_than_the_first_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = opened(tmp_path)
+    assert first.number == 0 and not caplog.records
+    second = opened(tmp_path)
+    assert second.number == 1 and "folder number 1" in caplog.text
+    for tier in (first, second):
+        tier.close()
+
+
 def test_a_restart_finds_the_blocks(tmp_path: Path) -> None:
     first = opened(tmp_path)
     store(first, CHAIN)

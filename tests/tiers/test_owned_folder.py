@@ -95,6 +95,13 @@ def test_a_second_process_gets_a_folder_of_its_own_and_the_next_one_the_first(tm
         folder.close()
 
 
+def test_the_folder_of_a_number_is_claimed_where_nobody_owns_it(tmp_path: Path) -> None:
+    folders = [OwnedFolder.claim(tmp_path, NAMESPACE, 100, number) for number in (1, 1, 3, 0)]
+    assert [folder.number for folder in folders] == [1, 0, 3, 2]
+    for folder in folders:
+        folder.close()
+
+
 def test_only_so_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owned_folder, "MAX_PROCESSES", 2)
     folders = [claim(tmp_path), claim(tmp_path)]

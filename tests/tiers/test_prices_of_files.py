@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.caching import ByCost
+from kvpolicy.caching import ByCost, Hinted, Part
 from kvpolicy.request_marks import HintLimits
 from kvpolicy.tiers import digest_of_key
 from tests.tiers.blocks import content, ended, opened
@@ -68,6 +68,17 @@ def test_files_are_given_up_in_the_order_of_host_memory(hints: HintLimits | None
         assert in_files == kept_in_host_memory(price, trace)
         ways.append(in_files[-1])
     assert ways[0] != ways[1] != ways[2] != ways[0], "prices decide"
+
+
+@pytest.mark.parametrize("hints", [None, HintLimits()], ids=["plain", "heeding hints"])
+def test_a_part_of_a_prompt_has_the_prices_of_its_places(hints: HintLimits | None, tmp_path: Path) -> None:
+    """Nothing else is known of the prompt."""
+    tier = opened(tmp_path, BLOCKS, policy="cost", hints=hints)
+    tier.store(1, Part([b"f", b"g"], 5), {1: [content(b"g")]})
+    policy = tier._policy.inner if isinstance(tier._policy, Hinted) else tier._policy
+    assert isinstance(policy, ByCost) and policy._there[digest_of_key(b"g")].position == 6
+    ended(tier)
+    tier.close()
 
 
 def test_other_policies_have_no_prices(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.settings import GIB
-from kvpolicy_vllm.plugin.messages import FileEvent, FileReport, Transfers
+from kvpolicy.tiers import digest_of_key
+from kvpolicy_vllm.plugin.messages import FileEvent, FileReport, StepJobs, Transfers
 from tests.priced import Priced
 from tests.vllm import alone, harness
 from tests.vllm.test_prompt_cache import PROMPT, Served
@@ -118,6 +119,40 @@ def test_a_long_read_before_it_turns_a_load_into_a_recompute(is_behind: bool, mo
     served.serve(*asked)
     loaded = harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded")
     assert loaded == 6 + (20 if is_behind else 6) and all(request.num_output_tokens == 4 for request in asked)
+
+
+def test_who_computes_faster_does_not_wait_for_a_load_of_another_request(model: str) -> None:
+    """A block takes 1 ms to read and 1.6 ms to compute. Of twenty that one request brings, another one needs two, which
+    come with the last ones."""
+    served = WithFiles(model, load_s=0.006)
+    first, longer = [*range(300, 400)], [*range(400, 735)]
+    served.serve(*map(served.request, (first, longer)))
+    served.push_out()
+    served.push_out_of_host_memory()
+    served.serve(served.request(first))
+    prompts = served.controller.prompts
+    asked = [served.request(prompt) for prompt in (longer, longer, [*longer[:40], *PROMPT])]
+    assert [prompts.waits_for_files(request, 0) for request in asked] == [True, True, False]
+    served.worker.now_s += 0.019
+    served.controller.decider.adopt(Priced(token_s=1e-9))
+    assert [prompts.waits_for_files(request, 0) for request in asked] == [True, True, False], "each is asked once"
+    assert not prompts.waits_for_files(served.request(longer), 0), "by the new prices"
+    asked[0].resumable = True
+    assert not prompts.waits_for_files(asked[0], 0), "it would not be loaded"
+    assert len(prompts) == 4
+    for request in asked[1:]:
+        prompts.ended(request)
+    assert len(prompts) == 2
+
+
+def test_what_one_rank_gives_up_goes_to_all_with_the_next_step(model: str) -> None:
+    served, gone = WithFiles(model), digest_of_key(b"a")
+    prompts = served.controller.prompts
+    prompts.keep_files(ranks=2)
+    prompts.files.acknowledge([FileReport(gone=(gone,))])
+    assert prompts.with_files(StepJobs(1)).file_drops == (gone,)
+    jobs = StepJobs(2)
+    assert prompts.with_files(jobs) is jobs
 
 
 @pytest.mark.parametrize("load_s", [0.001, 1.0], ids=["fast", "slow"])

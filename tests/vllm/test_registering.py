@@ -7,6 +7,7 @@ import pickle
 import shutil
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvpolicy.errors import InputError
 from kvpolicy.settings import GIB
-from kvpolicy.tiers import block_format
+from kvpolicy.tiers import FileTier, block_format
+from kvpolicy_vllm.plugin import connector as connectors
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport, Job, StepJobs
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 from tests.vllm import harness
@@ -150,6 +152,50 @@ def test_what_files_cannot_be_told_apart_by_is_refused_before_weights_are_read(
         args.create_engine_config()
 
 
+class Group:
+    """The ranks of an engine, one after the other."""
+
+    told: list[Any]
+
+    def __init__(self, rank: int) -> None:
+        self.rank_in_group = rank
+
+    def broadcast_object(self, what: Any, src: int) -> Any:
+        if self.rank_in_group == src:
+            self.told.append(what)
+        return self.told[-1]
+
+
+def test_ranks_have_folders_of_one_number_where_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of another engine has come before this one's, and rank 1 has not."""
+    monkeypatch.setattr(connectors, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(Group, "told", [], raising=False)
+
+    def opened(rank: int) -> FileTier:
+        monkeypatch.setattr(connectors, "get_tp_group", lambda: Group(rank))
+        opening = partial(FileTier.open, tmp_path, {"rank": rank}, 4096, 1 << 20)
+        return connectors.in_folders_of_one_number(lambda number: opening(number=number))
+
+    other = FileTier.open(tmp_path, {"rank": 0}, 4096, 1 << 20)
+    tiers = [opened(0), opened(1), opened(1)]
+    assert [tier.number for tier in tiers] == [1, 1, 0], "the last one finds its number taken"
+    for tier in (other, *tiers):
+        tier.close()
+
+
+def test_no_rank_waits_for_the_folder_of_one_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connectors, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(connectors, "get_tp_group", lambda: Group(0))
+    monkeypatch.setattr(Group, "told", [], raising=False)
+
+    def fail(number: int | None) -> FileTier:
+        raise InputError("made up")
+
+    with pytest.raises(InputError, match="made up"):
+        connectors.in_folders_of_one_number(fail)
+    assert Group.told == [None]
+
+
 def test_files_that_hold_no_block_are_told_by_the_name_of_the_setting(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +233,35 @@ def test_other_caches_end_what_was_under_way(model: str) -> None:
         (1, "save", False), (2, "save", False), (1, "load", False), (2, "load", False),
     ]  # fmt: skip
     assert "registered anew" in done[2].error
+
+
+def test_files_let_go_of_the_host_pool_before_there_is_another_one(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    connector = worker(model, cache="lru", cache_files=str(tmp_path / "kv"), cache_files_gib=0.1)
+    connector.register_kv_caches(caches(1.0))
+    store = FileJob(1, (b"a",), (0,), (b"a",))
+    step(connector, 0, saves=(Job(1, "a", (2,), (0,)),), file_stores=(store,))
+    make, found = connector._make_copier, list[object]()
+    before = [weakref.ref(connector.copier), *map(weakref.ref, connector.files._memory)]
+
+    def made(segments: list[torch.Tensor]) -> Any:
+        gc.collect()
+        found.extend(one() for one in before)
+        return make(segments)
+
+    monkeypatch.setattr(connector, "_make_copier", made)
+    kv = caches(100.0)
+    connector.register_kv_caches(kv)
+    assert found == [None] * len(before) and len(found) > 1, "two host pools at once"
+    step(connector, 1, file_loads=(FileJob(2, (b"a",), (5,)),))
+    connector.files._tier.wait_idle()
+    reports = connector.build_connector_worker_meta().files
+    assert [(report.number, report.failed) for report in reports if report.number] == [(1, ()), (2, ())]
+    assert step(connector, 2, loads=(Job(2, "a", (6,), (5,)),)) == ({"a"}, 0)
+    assert kv["one"][6, 0, 0, 0] == 3.0
+    connector.files.close()
 
 
 def test_other_caches_are_served_from_then_on(model: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -113,8 +115,12 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         if self.copier is not None and self.copier.copies_on(segments):
             return
         self.forward_timer = ForwardTimer(segments[0].device.type)
-        leftover = None if self.copier is None else self.copier.give_up()
-        self.copier = None  # frees its host memory before the next copier allocates
+        leftover = None
+        if self.copier is not None:
+            leftover = self.copier.give_up()
+            if self.files is not None:
+                self.files.let_go()
+            self.copier = None  # frees its host memory before the next copier allocates
         self.copier = copier = self._make_copier(segments)
         if leftover is not None:
             copier.take_over(leftover)
@@ -143,13 +149,14 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             namespace = namespace_of(config, kv_cache, int(config.parallel_config.rank), pieces, layers)
             capacity = int(self.settings.cache_files_gib * GIB) // self._pool_count
             failures: list[str] = []
+            open_tier = partial(
+                FileTier.open, directory, namespace, self.block_bytes, capacity, self.settings.cache_files_policy,
+                hints=HintLimits() if self.settings.hints is None else self.settings.hints,
+                block_tokens=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
+                allow_python=self.settings.allow_python_policies, failed=failures.append,
+            )  # fmt: skip
             try:
-                tier = FileTier.open(
-                    directory, namespace, self.block_bytes, capacity, self.settings.cache_files_policy,
-                    hints=HintLimits() if self.settings.hints is None else self.settings.hints,
-                    block_tokens=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
-                    allow_python=self.settings.allow_python_policies, failed=failures.append,
-                )  # fmt: skip
+                tier = in_folders_of_one_number(lambda number: open_tier(number=number))
             except OSError as error:
                 raise InputError(
                     f"cache_files: nothing can be written to {directory} ({error}); give another folder, or leave "
@@ -356,6 +363,23 @@ def available_to_all_ranks() -> int:
         return available_memory_bytes()
     group = get_tp_group()
     return int(group.broadcast_object(available_memory_bytes() if group.rank_in_group == 0 else None, src=0))
+
+
+def in_folders_of_one_number(open_tier: Callable[[int | None], FileTier]) -> FileTier:
+    """A rank's files, where another server has some, too, in the folder of the number that rank 0 has, if it is free:
+    the next server finds a block only where all ranks find their parts. All of them must call this at the same time;
+    the others wait until rank 0 has opened its own."""
+    if not model_parallel_is_initialized():  # the connector is made without an engine
+        return open_tier(None)
+    group, number = get_tp_group(), None
+    if group.rank_in_group > 0:
+        return open_tier(group.broadcast_object(None, src=0))
+    try:
+        tier = open_tier(None)
+        number = tier.number
+    finally:  # nobody waits for a rank that has failed
+        group.broadcast_object(number, src=0)
+    return tier
 
 
 def pools(vllm_config: VllmConfig, kv_cache: KVCacheConfig, settings: Settings) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 
+from kvpolicy.caching import Node
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
@@ -23,6 +25,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SHARE = 4
 """Of host slots, stores and loads of files hold at most one in so many."""
 WARNING_EVERY_S = 60.0
+MAX_DROPS = 20_000
+"""Blocks that a step tells the ranks to drop, at most. What exceeds that stays until each of them gives it up."""
 Count = Callable[[str, int], None]
 
 
@@ -45,6 +49,8 @@ class Under:
     """Digests of its blocks that some rank, as it has said since this began, has no more."""
     stale: bool = False
     """Whether there was a reset since it began."""
+    number: int = 0
+    """As the workers know it."""
 
 
 class FileIndex:
@@ -71,6 +77,8 @@ class FileIndex:
         """Loads by the keys of their contents."""
         self._of_digest: dict[bytes, list[Under]] = {}
         """Stores and loads, late ones too, by the digests of their contents' keys."""
+        self._drops: dict[bytes, None] = {}
+        """Digests of what some rank has no more, and others may have."""
         self._ready = 0
         """Ranks that have."""
         self._numbers = 0
@@ -122,10 +130,11 @@ class FileIndex:
         loaded for long."""
         return self._reads.expected_s(blocks)
 
-    def backlog_s(self) -> float:
-        """Expected seconds until what is on its way from files is in host memory, late blocks not: it is read before
-        what is asked for now. Workers read block by block in the order of the jobs, by all of their threads."""
-        loads = [under for under in self._under.values() if under.chain]
+    def backlog_s(self, last: float = inf) -> float:
+        """Expected seconds until what is on its way from files is in host memory, up to the load of that number, late
+        blocks not: it is read before what is asked for now. Workers read block by block in the order of the jobs, by
+        all of their threads."""
+        loads = [under for under in self._under.values() if under.chain and under.number <= last]
         if not loads:
             return 0.0
         left_s = self._reads.left_s(loads[0].began_s, len(loads[0].keys))
@@ -147,16 +156,8 @@ class FileIndex:
 
     def saved(self, blocks: Iterable[HostBlock]) -> None:
         """These contents have come to host memory: store those that may be of use and that files do not have."""
-        run: list[HostBlock] = []
-        for block in blocks:
-            if not self._is_wanted(block):
-                continue
-            assert block.node is not None
-            if run and block.node.parent is not run[-1].node:
-                self._store(run)
-                run = []
-            run.append(block)
-        if run:
+        wanted = {block.node: block for block in blocks if block.node is not None and self._is_wanted(block)}
+        for run in runs_of(wanted):
             self._store(run)
 
     def _is_wanted(self, block: HostBlock) -> bool:
@@ -193,7 +194,8 @@ class FileIndex:
         parent = None if node.parent is None else node.parent.key
         before = (self._salt + parent,) if isinstance(parent, bytes) else ()
         self._storing.update(keys)
-        self._begin(Under(copy, keys, list(run), self._clock()), self._stores, (*before, *keys))
+        under = Under(copy, keys, list(run), self._clock())
+        self._begin(under, self._stores, (*before, *keys), node.position - len(before))
 
     def fetch(self, chain: Sequence[bytes], first: int, count: int) -> bool:
         """Bring ``count`` contents of a chain to host memory, from index ``first`` on, or fewer where there is no room
@@ -230,11 +232,24 @@ class FileIndex:
         self._begin(under, self._loads)
         return True
 
-    def is_coming(self, key: bytes) -> bool:
-        """Whether the content is on its way to host memory, and is worth waiting for: it has not taken too long, and
-        reads are not suspended."""
+    def load_of(self, key: bytes) -> int:
+        """Number of the load that brings the content to host memory, where it can be waited for: it has not taken too
+        long, and reads are not suspended. 0 where there is none."""
         under = self._coming.get(self._salt + key)
-        return under is not None and self._clock() < under.began_s + MAX_WAIT_S and not self._reads.suspended
+        if under is None or self._clock() >= under.began_s + MAX_WAIT_S or self._reads.suspended:
+            return 0
+        return under.number
+
+    def ahead(self, keys: Sequence[bytes], number: int) -> tuple[int, float]:
+        """Of these contents, which the load of that number has begun to bring, how many are on their way or in files,
+        up to the first one that is not, and the expected seconds until they are in host memory."""
+        coming = 0
+        for key in keys:
+            if self.load_of(key) != number:
+                break
+            coming += 1
+        blocks = max(coming, self.leading(keys))
+        return blocks, self.backlog_s(number if blocks == coming else inf) + self.read_s(blocks - coming)
 
     def note_late(self) -> None:
         """Await no more what workers have not reported for too long: nobody waits for it, and no other request finds
@@ -271,6 +286,24 @@ class FileIndex:
         self._forgets, self._events, self._stores, self._loads = False, [], [], []
         return taken
 
+    def take_drops(self) -> tuple[bytes, ...]:
+        """Digests of what some rank has said since the last call to have no more, so that nobody can load it: all ranks
+        are to drop it. What is being stored again is left alone, and what is being loaded comes when that has ended."""
+        if not self._drops:
+            return ()
+        drops, self._drops = self._drops, {}
+        wanted = [digest for digest in drops if digest not in self._of_digest and not self._is_there(digest)]
+        for digest in wanted:
+            self._there.pop(digest, None)
+        return tuple(wanted)
+
+    def _drop(self, digest: bytes) -> None:
+        if self._ranks > 1 and len(self._drops) < MAX_DROPS:
+            self._drops[digest] = None
+
+    def _is_there(self, digest: bytes) -> bool:
+        return self._there.get(digest, 0) >= self._ranks
+
     def acknowledge(self, reports: Iterable[FileReport]) -> None:
         """Register what ranks report."""
         for report in reports:
@@ -291,6 +324,7 @@ class FileIndex:
                     self._settle(under)
             for digest in report.gone:
                 self._there.pop(digest, None)
+                self._drop(digest)
                 for under in self._of_digest.get(digest, ()):
                     under.gone.add(digest)
 
@@ -312,14 +346,15 @@ class FileIndex:
         """As far as the workers' queues are concerned, too, which hold no more than what is being stored."""
         return min(self._room(), MAX_QUEUED_BLOCKS - len(self._storing))
 
-    def _begin(self, under: Under, jobs: list[FileJob], chain: tuple[bytes, ...] = ()) -> None:
+    def _begin(self, under: Under, jobs: list[FileJob], chain: tuple[bytes, ...] = (), first: int = 0) -> None:
         self._numbers += 1
-        self._under[self._numbers] = under
+        under.number = self._numbers
+        self._under[under.number] = under
         self._held += len(under.blocks)
         for key in under.keys:
             self._of_digest.setdefault(digest_of_key(key), []).append(under)
         slots = tuple(block.slot for block in under.blocks if block.slot is not None)
-        jobs.append(FileJob(self._numbers, under.keys, slots, chain))
+        jobs.append(FileJob(under.number, under.keys, slots, chain, first))
 
     def _settle(self, under: Under) -> None:
         """All ranks have finished a store or a load."""
@@ -335,6 +370,8 @@ class FileIndex:
                 self._there[digest] = self._ranks
             elif under.chain:
                 self._there.pop(digest, None)
+            if digest in under.gone:
+                self._drop(digest)
         if under.chain:
             self._loaded(under, done)
         else:
@@ -360,3 +397,24 @@ class FileIndex:
         self._count("load_failed", len(done) - len(right))
         if not under.stale:
             self._reads.ended(under.began_s, len(right))
+
+
+def runs_of(blocks: Mapping[Node, HostBlock]) -> Iterator[list[HostBlock]]:
+    """Blocks that follow each other, from the first one on, and before what continues them: the device loses prompts
+    from their end, and where there is no room for all, their beginnings are of use. O(blocks), runs apart, which are
+    sorted."""
+    after: dict[Node, Node] = {}
+    begins = []
+    for node in blocks:
+        parent = node.parent
+        if parent is None or parent not in blocks or parent in after:
+            begins.append(node)
+        else:
+            after[parent] = node
+    begins.sort(key=attrgetter("position"))
+    for begin in begins:
+        run, next_one = [blocks[begin]], after.get(begin)
+        while next_one is not None:
+            run.append(blocks[next_one])
+            next_one = after.get(next_one)
+        yield run

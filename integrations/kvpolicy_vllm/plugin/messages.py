@@ -58,6 +58,8 @@ class FileJob:
     slots: tuple[int, ...]
     chain: tuple[bytes, ...] = ()
     """For a store: the keys, after that of the block before them, where there is one."""
+    first: int = 0
+    """Index in its prompt of the first block of ``chain``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class FileReport:
     """How many of the job's blocks this rank wrote to its files, which does not count those that were there, or read
     from them."""
     gone: tuple[bytes, ...] = ()
-    """Digests of blocks that were in its files and are not any more."""
+    """Digests of blocks that were in its files and are not any more, those apart that it was told to drop."""
     found: tuple[bytes, ...] = ()
     """Digests of blocks that an earlier server left in its files."""
     ready: bool = False
@@ -130,6 +132,8 @@ class StepJobs:
     session."""
     file_prices: tuple[float, ...] = ()
     """What blocks of files save, from :func:`kvpolicy.cost.block_price.sampled`; empty where nothing has changed."""
+    file_drops: tuple[bytes, ...] = ()
+    """Digests of blocks that some rank has no more in its files: the others give them up, before they store."""
     file_stores: tuple[FileJob, ...] = ()
     file_loads: tuple[FileJob, ...] = ()
     timed: int | None = None

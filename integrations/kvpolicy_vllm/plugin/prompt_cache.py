@@ -81,7 +81,10 @@ class PromptCache:
         self._files_by_price = self._unpriced = False
         """Whether the policy of files goes by prices, and whether these have changed since workers were told."""
         self._asked_files: set[str] = set()
-        """Unfinished requests of which was decided whether they wait for files."""
+        """Unfinished requests of which was decided whether they bring what files have to host memory."""
+        self._awaited: dict[str, tuple[int, bool]] = {}
+        """By request that waits, the last load that has begun to bring what it needs next, its own or another's, and
+        whether it waits for that."""
 
     def keep_files(self, ranks: int, by_price: bool = False) -> None:
         """Store prompts in files, too. ``ranks``: how many workers keep files. ``by_price``: whether what files give up
@@ -106,7 +109,8 @@ class PromptCache:
 
     def __len__(self) -> int:
         """Number of requests of which anything is remembered."""
-        return len(self._asked_blocks.keys() | self._found.keys() | self._asked_files | self._stale.names)
+        waiting = self._found.keys() | self._awaited.keys()
+        return len(self._asked_blocks.keys() | waiting | self._asked_files | self._stale.names)
 
     def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
         self._scheduler, self._now = scheduler, clock
@@ -176,6 +180,7 @@ class PromptCache:
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
         self._asked_files.discard(request.request_id)
+        self._awaited.pop(request.request_id, None)
 
     def forget(self) -> None:
         """Nothing that was found may be used again, as after a change of weights."""
@@ -204,6 +209,7 @@ class PromptCache:
         """The request has device blocks, of which ``load_tokens`` tokens are to be loaded; returns those to load
         into."""
         found = self._found.pop(request.request_id, None)
+        self._awaited.pop(request.request_id, None)
         blocks = load_tokens // self._size
         if found is not None:
             outcome = "loaded" if load_tokens else "cheaper" if not found.loads else "passed_over"
@@ -253,12 +259,14 @@ class PromptCache:
     def with_files(self, jobs: StepJobs) -> StepJobs:
         """A step's jobs, with those that concern files."""
         forgets, events, stores, loads = (False, (), (), ()) if self.files is None else self.files.take_jobs()
+        drops = () if self.files is None else self.files.take_drops()
         prices = self._file_prices() if self._unpriced else ()
-        if not (forgets or events or stores or loads or prices):
+        if not (forgets or events or drops or stores or loads or prices):
             return jobs
         return replace(
-            jobs, forget_hints=forgets, file_events=events, file_prices=prices, file_stores=stores, file_loads=loads
-        )
+            jobs, forget_hints=forgets, file_events=events, file_prices=prices, file_drops=drops, file_stores=stores,
+            file_loads=loads,
+        )  # fmt: skip
 
     def _file_prices(self) -> tuple[float, ...]:
         """What a block in files saves, by its place: as one in host memory, less the time that it takes there."""
@@ -271,8 +279,10 @@ class PromptCache:
     def waits_for_files(self, request: Any, local_tokens: int) -> bool:
         """Whether the request goes on in files, and is better admitted when that has come to host memory. Begins to
         bring it there, once for each request."""
-        files, now = self.files, self._now()
-        if files is None or request.skip_reading_prefix_cache or self._copies.of(request.request_id) is not None:
+        files = self.files
+        if files is None or self._copies.of(request.request_id) is not None:
+            return False
+        if why_not_loadable(request, self._scheduler, self._copies, self._now()):
             return False
         first = local_tokens // self._size
         keys = self._keys(request, first, (int(request.num_tokens) - 1) // self._size)
@@ -280,20 +290,33 @@ class PromptCache:
         keys = keys[first - local_tokens // self._size :]
         if not keys:
             return False
-        if files.is_coming(keys[0]):
-            return True
+        if files.load_of(keys[0]):
+            return self._awaits(request, files, local_tokens, first, keys)
         if request.request_id in self._asked_files:
             return False
         if files.starting:
             return True
         self._asked_files.add(request.request_id)
         blocks = files.leading(keys)
-        if not blocks or why_not_loadable(request, self._scheduler, self._copies, now):
+        if not blocks:
             return False
         asked = local_tokens, first + blocks - local_tokens // self._size, 0
         if not self._is_worth_loading(request, asked, files.backlog_s() + files.read_s(blocks)):
             return False
-        return files.fetch(self._keys(request, 0, first + blocks), first, blocks)
+        if not files.fetch(self._keys(request, 0, first + blocks), first, blocks):
+            return False
+        self._awaited[request.request_id] = files.load_of(keys[0]), True
+        return True
+
+    def _awaits(self, request: Any, files: FileIndex, local_tokens: int, first: int, keys: Sequence[bytes]) -> bool:
+        """Whether the request is better admitted when a load, which may be another's, has brought these blocks, which
+        follow the ``first`` ones. Asked once for each load."""
+        load, known = files.load_of(keys[0]), self._awaited.get(request.request_id)
+        if known is None or known[0] != load:
+            blocks, read_s = files.ahead(keys, load)
+            asked = local_tokens, first + blocks - local_tokens // self._size, 0
+            known = self._awaited[request.request_id] = load, self._is_worth_loading(request, asked, read_s)
+        return known[1]
 
     def _count_hints(self) -> None:
         cache = self._copies.pool.cache

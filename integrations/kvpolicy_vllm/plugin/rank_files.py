@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvpolicy.caching import Part
 from kvpolicy.cost.block_price import interpolated
 from kvpolicy.tiers import MAX_HANG_S, LastingTier, Pieces, digest_of_key
 from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Copier
@@ -47,14 +48,21 @@ class RankFiles:
         """What an earlier server left and is not reported yet."""
         self._gone: set[bytes] = set()
         """What has left files before all of that was reported."""
+        self._left: list[bytes] = []
+        """What has left files since reports were taken, as was seen when others were dropped."""
 
-    def copy_with(self, copier: Copier) -> None:
-        """Use the host slots of another copier from now on. Waits for what is under way; loads fail. Where the medium
-        hangs for longer, what is under way goes on with the old memory, to which the tier refers until it has ended."""
+    def let_go(self) -> None:
+        """Use no host slots until :meth:`copy_with`, so that their memory can be freed before there is other. Waits for
+        what is under way; loads fail. Where the medium hangs for longer, what is under way goes on with the old memory,
+        to which the tier refers until it has ended."""
         self._begin_loads(anyway=True)
         if not self._tier.wait_idle(self._hang_s):
             logger.warning("kvpolicy: files hang; host memory that was replaced stays until they go on")
         self._stale |= {number for number, (job, _, _) in self._open.items() if not job.chain}
+        del self._copier, self._memory
+
+    def copy_with(self, copier: Copier) -> None:
+        """Use the host slots of another copier from now on."""
         self._copier, self._memory = copier, host_rows(copier)
 
     def begin(self, jobs: StepJobs) -> None:
@@ -72,6 +80,8 @@ class RankFiles:
                     self._tier.asked(event.keys)
                 else:
                     self._tier.hinted(event.keys, event.hints, event.client)
+            if jobs.file_drops:
+                self._drop(frozenset(jobs.file_drops))
             for job in jobs.file_stores:
                 self._store(job)
             for job in jobs.file_loads:
@@ -91,11 +101,19 @@ class RankFiles:
             else:
                 self._waiting.append(job)
 
+    def _drop(self, digests: frozenset[bytes]) -> None:
+        """The scheduler knows already that these are not there."""
+        drop = getattr(self._tier, "drop_digests", None)  # tiers of one's own may be older
+        if drop is not None:
+            drop(digests)
+            self._gone.update(digests if self._found else ())
+            self._left += [digest for digest in self._tier.take_gone() if digest not in digests]
+
     def _store(self, job: FileJob) -> None:
         first = job.chain.index(job.keys[0])
         wanted = {first + place: self._pieces(slot) for place, slot in enumerate(job.slots) if self._copier.holds(slot)}
         lacking = [index for index, key in enumerate(job.chain) if index >= first and not self._tier.lookup([key])]
-        taken = self._tier.store(job.number, job.chain, wanted)
+        taken = self._tier.store(job.number, Part(job.chain, job.first), wanted)
         left_out = [index for index in lacking if index not in taken]
         refused = tuple(digest_of_key(job.chain[index]) for index in left_out)
         if taken:
@@ -119,7 +137,7 @@ class RankFiles:
                 self._copier.filled(slot for key, slot in pairs if digest_of_key(key) not in failed)
             moved = len(finished.done)
             self._reports.append(FileReport(finished.number, tuple(failed), refused, moved))
-        gone = self._tier.take_gone()
+        gone, self._left = self._left + self._tier.take_gone(), []
         reports, self._reports = self._reports, []
         if self._found:
             self._gone.update(gone)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -52,8 +52,8 @@ class StaleRequests:
         if request.num_computed_tokens or not (self.names or self._hashes):
             return
         self.names.discard(request.request_id)
-        for name in self.names:  # whoever was given any block of theirs was given the first one
-            self._may_be_found(islice(_blocks_of(name, scheduler), 1))
+        for name in self.names:  # any of theirs may be found behind a block of others that is equal to the one before
+            self._may_be_found(_blocks_of(name, scheduler))
         given = _blocks_of(request.request_id, scheduler)
         if any(self._hashes.get(block.block_id) is block.block_hash for block in given):
             self.names.add(request.request_id)
