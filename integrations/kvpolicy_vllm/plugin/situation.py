@@ -253,7 +253,9 @@ def why_not_loadable(
     if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
         return "not_loadable"
     # A copy of several tables is loaded whole or not at all, so tokens that are not loaded exclude the others.
-    if tables is not None and _partial_block_tokens(scheduler, request.num_computed_tokens) > 0:
+    if tables is not None and (
+        _partial_block_tokens(scheduler, request.num_computed_tokens) > 0 or _loses_its_token(request, scheduler)
+    ):
         return "not_loadable"
     return "copies_failing" if copies.health.suspended(now) else ""
 
@@ -270,6 +272,17 @@ def restorable_tokens(request: Any, scheduler: Any, copies: CopyBook) -> int:
     if copy is not None and copy.positions is not None and tokens != copy.tokens:
         return 0
     return tokens
+
+
+def _loses_its_token(request: Any, scheduler: Any) -> bool:
+    """Whether the next token of ``request`` is in flight and will be dropped. It then has no more tokens than were
+    computed, and the last one is always computed anew.
+
+    vLLM drops it where a connector has to hand KV on, as another one in a list has to in the role of a producer.
+    """
+    if not getattr(scheduler, "requires_kv_delivery", False):  # not in all versions
+        return False
+    return bool(request.num_computed_tokens >= request.num_tokens)
 
 
 def _partial_block_tokens(scheduler: Any, tokens: int) -> int:
