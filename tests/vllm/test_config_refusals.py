@@ -113,6 +113,55 @@ def test_a_drafter_of_another_shape_is_refused_before_weights_are_read(
             refuse(shaped(4, 32), drafter)
 
 
+def configured(cache_dtype: str = "auto", dtype: Any = torch.float32, **parallel: Any) -> Any:
+    """A configuration of an engine of one rank, which is served; ``parallel``: what is otherwise."""
+    alone = {
+        "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "world_size": 1, "use_ray": False,
+        "distributed_executor_backend": "uni",
+    }  # fmt: skip
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**alone | parallel),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(dtype=dtype),
+    )
+
+
+def with_devices(count: int, cuda: bool = True) -> Any:
+    return lambda: SimpleNamespace(is_cuda=lambda: cuda, device_count=lambda: count)
+
+
+def by_ray(ranks: int) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": ranks, "world_size": ranks, "use_ray": True, "distributed_executor_backend": "ray",
+    }  # fmt: skip
+
+
+def test_more_ranks_by_ray_than_this_node_has_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_refusals, "platform", with_devices(8))
+    config_refusals._refuse_engine_settings(configured(**by_ray(8)))
+    words = "several nodes, .*--distributed-executor-backend ray, --tensor-parallel-size should be at most 8, .* not 16"
+    with pytest.raises(UnsupportedEngine, match=words):
+        config_refusals._refuse_engine_settings(configured(**by_ray(16)))
+
+
+@pytest.mark.parametrize(("devices", "cuda"), [(0, True), (1, False)], ids=["hidden", "no CUDA"])
+def test_where_ranks_by_ray_are_is_left_to_the_workers(
+    monkeypatch: pytest.MonkeyPatch, devices: int, cuda: bool
+) -> None:
+    """Where the configuration cannot tell, as in a process from which Ray hides the node's devices."""
+    monkeypatch.setattr(config_refusals, "platform", with_devices(devices, cuda))
+    config_refusals._refuse_engine_settings(configured(**by_ray(2)))
+
+
+def test_ranks_that_schedule_by_themselves_are_refused() -> None:
+    """On one node, too. The world is that of all ranks, of those of data parallelism as well."""
+    launched = {"distributed_executor_backend": "external_launcher"}
+    config_refusals._refuse_engine_settings(configured(**launched))
+    words = "each schedules by itself: leave --distributed-executor-backend external_launcher out, or give --tensor-par"
+    with pytest.raises(UnsupportedEngine, match=words):
+        config_refusals._refuse_engine_settings(configured(**launched, world_size=2))
+
+
 OWN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -120,9 +169,7 @@ OWN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfl
 @pytest.mark.parametrize("named", ["auto", *OWN, "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"])
 def test_keys_and_values_are_of_the_models_own_type_or_fp8(named: str, own: str) -> None:
     """vLLM's CPU build takes the own type as ``auto`` alone, so that no engine here is started with its name."""
-    parallel = SimpleNamespace(pipeline_parallel_size=1)
-    cache, model = SimpleNamespace(cache_dtype=named), SimpleNamespace(dtype=OWN[own])
-    config: Any = SimpleNamespace(parallel_config=parallel, cache_config=cache, model_config=model)
+    config = configured(cache_dtype=named, dtype=OWN[own])
     if named in ("auto", own) or named in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         config_refusals._refuse_engine_settings(config)
         return

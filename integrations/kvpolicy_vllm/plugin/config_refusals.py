@@ -43,6 +43,7 @@ from kvpolicy_vllm.plugin.versions import (
 )
 
 if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SERVED_KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -55,6 +56,7 @@ SERVED_MLA_DRAFTERS = ("mtp",)
 """Those of models with latent attention. No other was compared there."""
 DRAFTERS_OF_OTHER_SHAPE = ("draft_model", "eagle", "eagle3")
 """Those with layers of another model's. Layers of MTP are of the model itself."""
+SEVERAL_NODES = "an engine over several nodes, whose clocks cannot be compared"
 
 
 def refuse_early() -> VllmConfig | None:
@@ -207,9 +209,12 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
             or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "context parallelism: the decode and prefill context-parallel sizes should be 1",
         ),
+        (bool(problem := _several_nodes(parallel)), f"{SEVERAL_NODES}: {problem}"),
         (
-            getattr(parallel, "nnodes_within_dp", 1) > 1,
-            "an engine over several nodes, whose clocks cannot be compared: --nnodes should be 1 for each engine core",
+            # A scheduler hears of its own worker's copies alone, and decides by what these took.
+            parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1,
+            "several ranks of which each schedules by itself: leave --distributed-executor-backend external_launcher "
+            "out, or give --tensor-parallel-size 1 and no data parallelism",
         ),
         (
             kv_dtype not in (*SERVED_KV_DTYPES, own_dtype),
@@ -218,6 +223,22 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
         ),
     )
     _refuse_first(refusals)
+
+
+def _several_nodes(parallel: ParallelConfig) -> str:
+    """What would be right, where the configuration tells that an engine core is over several nodes; else empty. Where
+    it does not tell, as with Ray, the workers do: :func:`kvpolicy_vllm.plugin.connector.refuse_several_machines`."""
+    if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        return "--nnodes should be 1 for each engine core"
+    if not parallel.use_ray or not platform().is_cuda():
+        return ""
+    devices = int(platform().device_count())
+    if not 0 < devices < parallel.world_size:  # from a process that is to use none, Ray hides all
+        return ""
+    return (
+        f"with --distributed-executor-backend ray, --tensor-parallel-size should be at most {devices}, the number of "
+        f"this node's devices, not {parallel.tensor_parallel_size}"
+    )
 
 
 def _refuse_model(config: VllmConfig) -> None:
