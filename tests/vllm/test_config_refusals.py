@@ -162,6 +162,14 @@ def test_ranks_that_schedule_by_themselves_are_refused() -> None:
         config_refusals._refuse_engine_settings(configured(**launched, world_size=2))
 
 
+def test_an_engine_that_goes_on_after_a_failed_step_is_refused() -> None:
+    """What its workers have reported in that step is lost, so that copies would never end."""
+    config_refusals._refuse_engine_settings(configured(enable_fault_tolerance=False))
+    words = "does not serve engines that go on after a step has failed.*: leave --enable-fault-tolerance out"
+    with pytest.raises(UnsupportedEngine, match=words):
+        config_refusals._refuse_engine_settings(configured(enable_fault_tolerance=True))
+
+
 OWN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

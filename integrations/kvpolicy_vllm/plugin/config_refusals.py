@@ -217,6 +217,11 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
             "out, or give --tensor-parallel-size 1 and no data parallelism",
         ),
         (
+            bool(getattr(parallel, "enable_fault_tolerance", False)),  # not in all versions
+            "engines that go on after a step has failed, whose reports of copies are lost: leave "
+            "--enable-fault-tolerance out, and --fault-tolerance-config, which sets it",
+        ),
+        (
             kv_dtype not in (*SERVED_KV_DTYPES, own_dtype),
             f"--kv-cache-dtype {kv_dtype}, only {', '.join(SERVED_KV_DTYPES)} (auto is the model's own type, "
             f"{own_dtype})",
