@@ -1,5 +1,6 @@
-"""Which speculation and which types of keys and values are refused, over configurations that are made up. The other
-refusals of configurations are in `tests/vllm/test_refusals.py`, as the scheduler's start-up has them."""
+"""Which speculation, ranks, engines of encoders and types of keys and values are refused, over configurations that are
+made up. The other refusals of configurations are in `tests/vllm/test_refusals.py`, as the scheduler's start-up has
+them."""
 
 from __future__ import annotations
 
@@ -70,6 +71,36 @@ def test_a_cpu_turns_asynchronous_scheduling_off_by_itself(monkeypatch: pytest.M
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     monkeypatch.setattr(config_refusals, "platform", lambda: SimpleNamespace(is_cpu=lambda: True))
     config_refusals._refuse_speculation(speculating(asynchronous=True))
+
+
+@pytest.mark.parametrize(
+    ("pictures", "roles", "refuses"),
+    [
+        (None, {}, False),
+        (SimpleNamespace(), {}, False),
+        (SimpleNamespace(mm_encoder_only=False), {"ec_transfer_config": None}, False),
+        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_consumer")}, False),
+        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_both")}, False),
+        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_producer")}, True),
+        (SimpleNamespace(mm_encoder_only=True), {}, True),
+    ],
+)
+def test_an_engine_that_only_encodes_pictures_is_refused_before_weights_are_read(
+    pictures: Any, roles: dict[str, Any], refuses: bool
+) -> None:
+    """It has no KV cache: once its layers were made, it was refused for blocks of no bytes."""
+    model = SimpleNamespace(
+        is_encoder_decoder=False, runner_type="generate", is_diffusion=False, is_attention_free=False, use_mla=False,
+        is_hybrid=False, multimodal_config=pictures,
+    )  # fmt: skip
+    config: Any = SimpleNamespace(model_config=model, diffusion_config=None, **roles)
+    if not refuses:
+        config_refusals._refuse_model(config)
+        return
+    with pytest.raises(
+        UnsupportedEngine, match=r"the encoder of a multimodal model alone \(--mm-encoder-only, or ec_rol"
+    ):
+        config_refusals._refuse_model(config)
 
 
 def test_speculation_is_refused_before_0_32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,11 @@ def _refuse_model(config: VllmConfig) -> None:
         (config.diffusion_config is not None or model.is_diffusion, "diffusion models"),
         (model.is_attention_free, "attention-free models"),
         (
+            _encodes_only(config),
+            "an engine that runs the encoder of a multimodal model alone (--mm-encoder-only, or ec_role ec_producer in "
+            "--ec-transfer-config), which has no KV cache",
+        ),
+        (
             model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
             "MLA models with an indexer, whose keys are kept beside the latent KV",
         ),
@@ -272,6 +277,12 @@ def _refuse_model(config: VllmConfig) -> None:
             refuse_overwritten(config, "a model whose layers keep states beside attention")
     if model.use_mla:
         refuse_older(config, "an MLA model")
+
+
+def _encodes_only(config: VllmConfig) -> bool:
+    """Whether the engine makes embeddings of pictures for others, and runs no language model."""
+    multimodal, transfer = config.model_config.multimodal_config, getattr(config, "ec_transfer_config", None)
+    return bool(getattr(multimodal, "mm_encoder_only", False)) or getattr(transfer, "ec_role", None) == "ec_producer"
 
 
 def _refuse_speculation(config: VllmConfig) -> None:
