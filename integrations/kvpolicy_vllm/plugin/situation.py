@@ -183,9 +183,11 @@ def _keys(blocks: Iterable[Any], scheduler: Any, pool: HostStore) -> Iterator[Ha
     """The hash of each block; None where its content is not that of others with the hash.
 
     At the last position of a block an EAGLE or MTP drafter keeps what also depends on the token behind it, which the
-    hash does not cover: for that vLLM drops the last block of a hit. There only one block of the device is one content.
+    hash does not cover: for that vLLM drops the last block of a hit, unless it is told not to. There only one block of
+    the device is one content.
     """
-    if not getattr(scheduler, "use_eagle_block_drop", False):  # not in all versions
+    # Whether there is such a drafter, and whether the block is dropped; the second is not in all versions.
+    if not (getattr(scheduler, "use_eagle", False) or getattr(scheduler, "use_eagle_block_drop", False)):
         return (block.block_hash for block in blocks)
     return (None if pool.has_elsewhere(block.block_hash, block.block_id) else block.block_hash for block in blocks)
 
