@@ -350,8 +350,8 @@ class FittedModel(CostModel):
         trained = law.budget_tokens if isinstance(law, RecomputeRoofline) else inf
         if actual is not None and trained not in (inf, actual):
             self._warn(
-                f"was measured with a token budget of {trained:g} (max_num_batched_tokens), here it is {actual}: long "
-                "recomputes take other numbers of steps"
+                f"was measured with a token budget of {trained:g} (max_num_batched_tokens, or max_num_scheduled_tokens "
+                f"where that is less), here it is {actual}: long recomputes take other numbers of steps"
             )
 
     def _refuse(self, what: str, trained: Any, actual: Any) -> None:

@@ -16,7 +16,7 @@ class EngineSpec:
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens per KV block."""
     token_budget: int | None = None
-    """Maximum tokens of a step (``max_num_batched_tokens``)."""
+    """Maximum tokens of a step (``max_num_batched_tokens``, or ``max_num_scheduled_tokens`` where that is less)."""
     ranks: int = 1
     """Number of tensor-parallel ranks."""
     pinned: bool | None = True

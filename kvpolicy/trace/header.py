@@ -49,7 +49,8 @@ class Header:
     """Profiles only: variation of identical undisturbed windows, and how it was handled."""
     notes: str = ""
     token_budget: int | None = None
-    """Maximum tokens of a step (``max_num_batched_tokens``); None in headers of versions that did not record it."""
+    """Maximum tokens of a step (``max_num_batched_tokens``, or ``max_num_scheduled_tokens`` where that is less); None
+    in headers of versions that did not record it."""
     draw_seed: int | None = None
     """Seed of the policy's random draws in this engine core; None if nothing was drawn or it was not recorded."""
     order: str | None = None

@@ -55,6 +55,11 @@ def test_drafts_may_stay_without_asynchronous_scheduling() -> None:
     assert helping(asked, lambda changed: changed.kv_cache_dtype == "auto") == ["--kv-cache-dtype auto"]
 
 
+def test_a_server_that_goes_on_after_a_failed_step_does_not_without() -> None:
+    asked = arguments(enable_fault_tolerance=True)
+    assert helping(asked, lambda changed: not changed.enable_fault_tolerance) == ["no --enable-fault-tolerance"]
+
+
 def test_drafts_may_stay_with_as_many_tokens_in_a_step_as_the_model_is_long() -> None:
     """Without drafts that helps nobody, and is not tried."""
     values: dict[str, Any] = {"max_num_batched_tokens": 128, "pipeline_parallel_size": 2}

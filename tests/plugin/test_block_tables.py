@@ -118,3 +118,28 @@ def test_what_could_not_be_loaded_whole_is_not_saved(
     engine = SimpleNamespace(block_size=16, aux_output_connector=object() if captures else None)
     request = SimpleNamespace(skip_reading_prefix_cache=False, num_computed_tokens=computed_tokens)
     assert why_not_loadable(request, engine, CopyBook(8, 1, 100), 0.0, tables) == why
+
+
+@pytest.mark.parametrize(
+    ("delivers", "tables", "known_tokens", "why"),
+    [
+        (True, BlockTables(SIZES), 48, "not_loadable"),
+        (True, BlockTables(SIZES), 49, ""),
+        (True, None, 48, ""),
+        (False, BlockTables(SIZES), 48, ""),
+    ],
+)
+def test_what_loses_its_token_in_flight_is_not_saved(
+    delivers: bool, tables: BlockTables | None, known_tokens: int, why: str
+) -> None:
+    """vLLM drops the token of a step under way where another connector has to hand KV on. The copy would be of one
+    token more than can be loaded; of one table, all but that one are."""
+    engine = SimpleNamespace(block_size=16, requires_kv_delivery=delivers)
+    request = SimpleNamespace(
+        request_id="r", skip_reading_prefix_cache=False, num_computed_tokens=48, num_tokens=known_tokens
+    )
+    book = CopyBook(8, 1, 100)
+    assert why_not_loadable(request, engine, book, 0.0, tables) == why
+    book.keep("r", "p", 48, [(None, 7)]).positions = None if tables is None else ((STATE, 1),)
+    request.num_tokens += not delivers  # it comes while the request waits
+    assert (restorable_tokens(request, engine, book) == 0) == bool(why), "nothing is refused that could be loaded"

@@ -35,18 +35,23 @@ def test_a_request_loses_its_blocks_by_hash_where_they_stay(clears: bool, measur
 
 
 @pytest.mark.parametrize(
-    ("drops", "kept", "kept_later"),
-    [(False, ["a", "b", "c"], ["a", "b", "c"]), (True, ["a", None, "c"], [None, None, "c"])],
+    ("drafter", "kept", "kept_later"),
+    [
+        ({"use_eagle": False, "use_eagle_block_drop": False}, ["a", "b", "c"], ["a", "b", "c"]),
+        ({"use_eagle_block_drop": True}, ["a", None, "c"], [None, None, "c"]),
+        ({"use_eagle": True, "use_eagle_block_drop": False}, ["a", None, "c"], [None, None, "c"]),
+    ],
+    ids=["none", "blocks dropped", "blocks not dropped"],
 )
 def test_what_a_drafter_keeps_of_the_token_behind_a_block_is_not_shared_by_its_hash(
-    drops: bool, kept: list[Any], kept_later: list[Any]
+    drafter: dict[str, bool], kept: list[Any], kept_later: list[Any]
 ) -> None:
     """A block of the device that two requests hold is one content; two of equal tokens are not, nor is one that came to
     a place whose content is in host memory."""
     store = HostStore(8)
     store.add(HostCopy(32), [("a", 0), ("b", 7)])
     situation: Any = SimpleNamespace(held_blocks=3, computed_tokens=48, block_size=16)
-    loses = scheduler(["a", "b", "c"], use_eagle_block_drop=drops)
+    loses = scheduler(["a", "b", "c"], **drafter)
     assert contents_of("r", situation, loses, store, False) == [*zip(kept, [0, 1, 2], strict=True)]
     store.lost([0])
     assert contents_of("r", situation, loses, store, False) == [*zip(kept_later, [0, 1, 2], strict=True)]

@@ -1,5 +1,6 @@
-"""Which speculation and which types of keys and values are refused, over configurations that are made up. The other
-refusals of configurations are in `tests/vllm/test_refusals.py`, as the scheduler's start-up has them."""
+"""Which speculation, ranks, engines of encoders and types of keys and values are refused, over configurations that are
+made up. The other refusals of configurations are in `tests/vllm/test_refusals.py`, as the scheduler's start-up has
+them."""
 
 from __future__ import annotations
 
@@ -72,6 +73,36 @@ def test_a_cpu_turns_asynchronous_scheduling_off_by_itself(monkeypatch: pytest.M
     config_refusals._refuse_speculation(speculating(asynchronous=True))
 
 
+@pytest.mark.parametrize(
+    ("pictures", "roles", "refuses"),
+    [
+        (None, {}, False),
+        (SimpleNamespace(), {}, False),
+        (SimpleNamespace(mm_encoder_only=False), {"ec_transfer_config": None}, False),
+        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_consumer")}, False),
+        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_both")}, False),
+        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_producer")}, True),
+        (SimpleNamespace(mm_encoder_only=True), {}, True),
+    ],
+)
+def test_an_engine_that_only_encodes_pictures_is_refused_before_weights_are_read(
+    pictures: Any, roles: dict[str, Any], refuses: bool
+) -> None:
+    """It has no KV cache: once its layers were made, it was refused for blocks of no bytes."""
+    model = SimpleNamespace(
+        is_encoder_decoder=False, runner_type="generate", is_diffusion=False, is_attention_free=False, use_mla=False,
+        is_hybrid=False, multimodal_config=pictures,
+    )  # fmt: skip
+    config: Any = SimpleNamespace(model_config=model, diffusion_config=None, **roles)
+    if not refuses:
+        config_refusals._refuse_model(config)
+        return
+    with pytest.raises(
+        UnsupportedEngine, match=r"the encoder of a multimodal model alone \(--mm-encoder-only, or ec_rol"
+    ):
+        config_refusals._refuse_model(config)
+
+
 def test_speculation_is_refused_before_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
     with pytest.raises(UnsupportedEngine, match=r"older than 0\.32; leave --speculative-config out"):
@@ -113,6 +144,63 @@ def test_a_drafter_of_another_shape_is_refused_before_weights_are_read(
             refuse(shaped(4, 32), drafter)
 
 
+def configured(cache_dtype: str = "auto", dtype: Any = torch.float32, **parallel: Any) -> Any:
+    """A configuration of an engine of one rank, which is served; ``parallel``: what is otherwise."""
+    alone = {
+        "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "world_size": 1, "use_ray": False,
+        "distributed_executor_backend": "uni",
+    }  # fmt: skip
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**alone | parallel),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(dtype=dtype),
+    )
+
+
+def with_devices(count: int, cuda: bool = True) -> Any:
+    return lambda: SimpleNamespace(is_cuda=lambda: cuda, device_count=lambda: count)
+
+
+def by_ray(ranks: int) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": ranks, "world_size": ranks, "use_ray": True, "distributed_executor_backend": "ray",
+    }  # fmt: skip
+
+
+def test_more_ranks_by_ray_than_this_node_has_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_refusals, "platform", with_devices(8))
+    config_refusals._refuse_engine_settings(configured(**by_ray(8)))
+    words = "several nodes, .*--distributed-executor-backend ray, --tensor-parallel-size should be at most 8, .* not 16"
+    with pytest.raises(UnsupportedEngine, match=words):
+        config_refusals._refuse_engine_settings(configured(**by_ray(16)))
+
+
+@pytest.mark.parametrize(("devices", "cuda"), [(0, True), (1, False)], ids=["hidden", "no CUDA"])
+def test_where_ranks_by_ray_are_is_left_to_the_workers(
+    monkeypatch: pytest.MonkeyPatch, devices: int, cuda: bool
+) -> None:
+    """Where the configuration cannot tell, as in a process from which Ray hides the node's devices."""
+    monkeypatch.setattr(config_refusals, "platform", with_devices(devices, cuda))
+    config_refusals._refuse_engine_settings(configured(**by_ray(2)))
+
+
+def test_ranks_that_schedule_by_themselves_are_refused() -> None:
+    """On one node, too. The world is that of all ranks, of those of data parallelism as well."""
+    launched = {"distributed_executor_backend": "external_launcher"}
+    config_refusals._refuse_engine_settings(configured(**launched))
+    words = "each schedules by itself: leave --distributed-executor-backend external_launcher out, or give --tensor-par"
+    with pytest.raises(UnsupportedEngine, match=words):
+        config_refusals._refuse_engine_settings(configured(**launched, world_size=2))
+
+
+def test_an_engine_that_goes_on_after_a_failed_step_is_refused() -> None:
+    """What its workers have reported in that step is lost, so that copies would never end."""
+    config_refusals._refuse_engine_settings(configured(enable_fault_tolerance=False))
+    words = "does not serve engines that go on after a step has failed.*: leave --enable-fault-tolerance out"
+    with pytest.raises(UnsupportedEngine, match=words):
+        config_refusals._refuse_engine_settings(configured(enable_fault_tolerance=True))
+
+
 OWN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -120,9 +208,7 @@ OWN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfl
 @pytest.mark.parametrize("named", ["auto", *OWN, "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"])
 def test_keys_and_values_are_of_the_models_own_type_or_fp8(named: str, own: str) -> None:
     """vLLM's CPU build takes the own type as ``auto`` alone, so that no engine here is started with its name."""
-    parallel = SimpleNamespace(pipeline_parallel_size=1)
-    cache, model = SimpleNamespace(cache_dtype=named), SimpleNamespace(dtype=OWN[own])
-    config: Any = SimpleNamespace(parallel_config=parallel, cache_config=cache, model_config=model)
+    config = configured(cache_dtype=named, dtype=OWN[own])
     if named in ("auto", own) or named in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         config_refusals._refuse_engine_settings(config)
         return

@@ -1,4 +1,4 @@
-"""The connector's count of engine cores on one machine, and which loads it reports to vLLM."""
+"""The connector's count of engine cores on one machine, ranks on several, and which loads it reports to vLLM."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpolicy_vllm.plugin.connector import KVPolicyConnector, cores_here, pools
+from kvpolicy_vllm.plugin import connector
+from kvpolicy_vllm.plugin.connector import KVPolicyConnector, cores_here, pools, refuse_several_machines
 from kvpolicy_vllm.plugin.copiers.base import Finished
 from kvpolicy_vllm.plugin.forward_timer import ForwardTimer
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs
 from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 
 
 def specification(kind: str) -> Any:
@@ -48,6 +50,27 @@ def test_cores_are_counted_though_each_is_configured_as_the_only_one(
     parallel = SimpleNamespace(data_parallel_size_local=size_local, data_parallel_rank_local=rank_local)
     config: Any = SimpleNamespace(parallel_config=parallel)
     assert cores_here(config) == cores
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("machines", [("one", "one", "one"), ("one", "other", "one")])
+def test_ranks_on_several_machines_are_refused_by_all_of_them(
+    machines: tuple[str, ...], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(found: list[str], own: str, group: str) -> None:
+        assert (own, group) == (machines[rank], "of CPUs")
+        found[:] = machines
+
+    monkeypatch.setattr(connector, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(connector, "get_tp_group", lambda: SimpleNamespace(world_size=3, cpu_group="of CPUs"))
+    monkeypatch.setattr(connector, "all_gather_object", gather)
+    monkeypatch.setattr(connector, "boot_id", lambda: machines[rank])
+    if len(set(machines)) == 1:
+        refuse_several_machines()
+        return
+    words = "several nodes, whose clocks .* the 3 ranks of --tensor-parallel-size .* --distributed-executor-backend"
+    with pytest.raises(UnsupportedEngine, match=words):
+        refuse_several_machines()
 
 
 @pytest.mark.parametrize("by_request", [True, False])

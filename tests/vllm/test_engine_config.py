@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvpolicy.cost import FittedModel, ModelError
 from kvpolicy.hardware import Geometry
 from kvpolicy.shape import ConfigError, ModelShape
-from kvpolicy_vllm.plugin.engine_config import geometry_of, refuse_other_model, why_not_priced
+from kvpolicy_vllm.plugin.engine_config import (
+    engine_spec,
+    geometry_of,
+    refuse_other_model,
+    token_budget,
+    why_not_priced,
+)
+from kvpolicy_vllm.plugin.settings import Settings
 from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 from tests.synthetic import fitted_model
 from tests.vllm.families import FAMILIES, PLAIN, WINDOW
@@ -119,6 +127,35 @@ def test_costs_are_not_known_where_vllm_keeps_other_heads_than_the_geometry_has(
     reason = why_not_priced(config, kv_cache_of(*specs))
     words = f"its configuration tells of 128 values of a token in each layer that attends, vLLM of {kept}"
     assert reason == (words if kept else "")
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens"),
+    [
+        ({}, 512),
+        ({"max_num_scheduled_tokens": None}, 512),
+        ({"max_num_scheduled_tokens": 128}, 128),
+        ({"max_num_scheduled_tokens": 1024}, 512),
+    ],
+    ids=["an older vLLM", "not given", "less", "more"],
+)
+def test_the_token_budget_is_the_lesser_of_both_limits(limits: dict[str, Any], tokens: int) -> None:
+    scheduler: Any = SimpleNamespace(max_num_batched_tokens=512, **limits)
+    assert token_budget(scheduler) == tokens
+
+
+def test_a_recompute_is_priced_in_as_many_chunks_as_vllm_makes_of_it(tmp_path: Path) -> None:
+    """By the engine that cost models are checked against, which is in the headers of traces."""
+    made = PLAIN["llama"].config()
+    made.dtype = "float32"
+    made.save_pretrained(tmp_path)
+    config = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512, max_num_batched_tokens=512
+    ).create_engine_config()
+    settings = Settings.read({"policy": "always-swap"})
+    assert engine_spec(config, kv_cache_of(full()), 4096, settings).token_budget == 512
+    config.scheduler_config.max_num_scheduled_tokens = 128
+    assert engine_spec(config, kv_cache_of(full()), 4096, settings).token_budget == 128
 
 
 CHUNKED = [name for name in FAMILIES if name.startswith("llama-4")]

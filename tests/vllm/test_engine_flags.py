@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
 from kvpolicy_vllm import launch
-from kvpolicy_vllm.bench.engine_process import EngineProcess, environment
+from kvpolicy_vllm.bench.engine_process import FLAGS, EngineProcess, environment
+from kvpolicy_vllm.bench.own_server import OwnServer
 from tests.vllm import families
 
 PLUGIN = launch.flags({"policy": "always-recompute"})
@@ -35,7 +37,7 @@ def test_what_is_not_given_is_a_servers(process: EngineProcess, model: str) -> N
     one, two = (
         asked(process, model, "--dtype", "float32", "--tensor-parallel-size", str(ranks))["server"] for ranks in (1, 2)
     )
-    assert (one["token_budget"], two["token_budget"]) == (2048, 4096)
+    assert (one["batched_tokens"], two["batched_tokens"]) == (2048, 4096)
     assert (one["max_requests"], two["max_requests"]) == (128, 256)
     assert one["block_size"] == two["block_size"] == 128 and one["gives_length"] is False
     assert one["kv_token_bytes"] == two["kv_token_bytes"] == 4096, "over all ranks"
@@ -51,8 +53,17 @@ def test_what_is_given_holds_on_the_command_line_and_in_a_file(
     given = ("--block-size", "32", "--max-model-len", "1k", "--max-num-seqs", "9", "--port", "8001")
     found = asked(process, model, "--config", str(file), "--max-num-batched-tokens", "640")["server"]
     assert (found["block_size"], found["model_tokens"], found["max_requests"]) == (32, 1024, 9)
-    assert found["token_budget"] == 640 and found["gives_length"] is True
+    assert found["batched_tokens"] == 640 and found["gives_length"] is True
     assert asked(process, model, *given)["server"]["model_tokens"] == 1000
+
+
+@pytest.mark.skipif(not hasattr(EngineArgs, "max_num_scheduled_tokens"), reason="this vLLM has no such flag")
+def test_an_engine_is_given_its_batch_whatever_the_token_budget(process: EngineProcess, model: str) -> None:
+    """It has the server's flags as well, and is measured in steps of that budget."""
+    flags = ("--max-num-batched-tokens", "640", "--max-num-scheduled-tokens", "128")
+    server = OwnServer(llm=model, flags=flags, **asked(process, model, *flags)["server"])
+    arguments = server.engine_arguments(on_cpu=True)
+    assert arguments["max_num_batched_tokens"] == 640 and arguments[FLAGS] == [model, *flags]
 
 
 def test_blocks_are_those_that_vllm_makes_of_the_layers(process: EngineProcess, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""The ranks of an engine judge its host pool by one number, whatever the others have taken by then."""
+"""The ranks of an engine judge its host pool by one number, whatever the others have taken by then, and refuse together
+to be on several machines."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,15 +39,25 @@ for available_gib in cases:
         print("told: accepted")
     except ValueError as error:
         print("told:", error)
+for machines in json.loads(sys.argv[4]):
+    with mock.patch.object(connector, "boot_id", lambda: machines[rank]):
+        try:
+            connector.refuse_several_machines()
+            print("told: accepted")
+        except ValueError as error:
+            print("told:", error)
 """
 
 
-def refusals_of(folder: Path, *cases: tuple[float, float]) -> list[tuple[str, ...]]:
-    """What two ranks that find so much memory available, GiB, say to a pool of 8 GiB."""
+def refusals_of(
+    folder: Path, memory: Sequence[tuple[float, float]], machines: Sequence[tuple[str, str]]
+) -> list[tuple[str, ...]]:
+    """What two ranks that find so much memory available, GiB, say to a pool of 8 GiB; then what they say to being on
+    these machines."""
     address = (folder / "ranks").as_uri()  # a port that is free now may be taken by then
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), address, json.dumps(cases)],
+            [sys.executable, "-c", RANK, str(rank), address, json.dumps(memory), json.dumps(machines)],
             env=harness.environment(2) | {"GLOO_SOCKET_IFNAME": "lo"},
             cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
@@ -58,6 +70,10 @@ def refusals_of(folder: Path, *cases: tuple[float, float]) -> list[tuple[str, ..
 
 
 def test_what_an_earlier_rank_has_taken_is_not_held_against_a_later_one(tmp_path: Path) -> None:
-    later_finds_less, too_little = refusals_of(tmp_path, (16.0, 12.0), (12.0, 64.0))
-    assert later_finds_less == ("told: accepted", "told: accepted")
+    """And both ranks refuse to be on two machines."""
+    later_finds_less, too_little, on_one, on_two = refusals_of(
+        tmp_path, [(16.0, 12.0), (12.0, 64.0)], [("one", "one"), ("one", "other")]
+    )
+    assert later_finds_less == on_one == ("told: accepted", "told: accepted")
     assert too_little[0] == too_little[1] and "more than half of the 12.0 GiB" in too_little[0]
+    assert on_two[0] == on_two[1] and "does not serve an engine over several nodes" in on_two[0]

@@ -63,7 +63,7 @@ def server_of(flags: list[str]) -> dict[str, Any]:
             "what is measured; one whose drafter keeps KV of its own does not, since its blocks have more bytes"
         )
     return _blocks_of(config) | {
-        "token_budget": scheduler.max_num_batched_tokens,
+        "batched_tokens": scheduler.max_num_batched_tokens,
         "max_requests": scheduler.max_num_seqs,
         "model_tokens": config.model_config.max_model_len,
         "gives_length": gives_length,

@@ -27,8 +27,8 @@ class OwnServer:
     flags: tuple[str, ...]
     """vLLM's, of the server."""
     block_size: int
-    token_budget: int
-    """``max_num_batched_tokens``."""
+    batched_tokens: int
+    """``max_num_batched_tokens``, which its engine is given. The token budget may be less, by a flag of its own."""
     max_requests: int
     """``max_num_seqs``."""
     model_tokens: int
@@ -61,7 +61,7 @@ class OwnServer:
         left out."""
         arguments = {
             FLAGS: [self.llm, *self.flags],
-            "max_num_batched_tokens": self.token_budget,
+            "max_num_batched_tokens": self.batched_tokens,
             "max_num_seqs": self.max_requests,
         }
         # A server's ranks are processes on the CPU, even a single one: only there threads are bound as it binds them.

@@ -43,6 +43,7 @@ from kvpolicy_vllm.plugin.versions import (
 )
 
 if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SERVED_KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -55,6 +56,7 @@ SERVED_MLA_DRAFTERS = ("mtp",)
 """Those of models with latent attention. No other was compared there."""
 DRAFTERS_OF_OTHER_SHAPE = ("draft_model", "eagle", "eagle3")
 """Those with layers of another model's. Layers of MTP are of the model itself."""
+SEVERAL_NODES = "an engine over several nodes, whose clocks cannot be compared"
 
 
 def refuse_early() -> VllmConfig | None:
@@ -207,9 +209,17 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
             or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "context parallelism: the decode and prefill context-parallel sizes should be 1",
         ),
+        (bool(problem := _several_nodes(parallel)), f"{SEVERAL_NODES}: {problem}"),
         (
-            getattr(parallel, "nnodes_within_dp", 1) > 1,
-            "an engine over several nodes, whose clocks cannot be compared: --nnodes should be 1 for each engine core",
+            # A scheduler hears of its own worker's copies alone, and decides by what these took.
+            parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1,
+            "several ranks of which each schedules by itself: leave --distributed-executor-backend external_launcher "
+            "out, or give --tensor-parallel-size 1 and no data parallelism",
+        ),
+        (
+            bool(getattr(parallel, "enable_fault_tolerance", False)),  # not in all versions
+            "engines that go on after a step has failed, whose reports of copies are lost: leave "
+            "--enable-fault-tolerance out, and --fault-tolerance-config, which sets it",
         ),
         (
             kv_dtype not in (*SERVED_KV_DTYPES, own_dtype),
@@ -220,6 +230,22 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
     _refuse_first(refusals)
 
 
+def _several_nodes(parallel: ParallelConfig) -> str:
+    """What would be right, where the configuration tells that an engine core is over several nodes; else empty. Where
+    it does not tell, as with Ray, the workers do: :func:`kvpolicy_vllm.plugin.connector.refuse_several_machines`."""
+    if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        return "--nnodes should be 1 for each engine core"
+    if not parallel.use_ray or not platform().is_cuda():
+        return ""
+    devices = int(platform().device_count())
+    if not 0 < devices < parallel.world_size:  # from a process that is to use none, Ray hides all
+        return ""
+    return (
+        f"with --distributed-executor-backend ray, --tensor-parallel-size should be at most {devices}, the number of "
+        f"this node's devices, not {parallel.tensor_parallel_size}"
+    )
+
+
 def _refuse_model(config: VllmConfig) -> None:
     model = config.model_config
     refusals = (
@@ -228,6 +254,11 @@ def _refuse_model(config: VllmConfig) -> None:
         # They need their own scheduler, which the plugin's would silently replace.
         (config.diffusion_config is not None or model.is_diffusion, "diffusion models"),
         (model.is_attention_free, "attention-free models"),
+        (
+            _encodes_only(config),
+            "an engine that runs the encoder of a multimodal model alone (--mm-encoder-only, or ec_role ec_producer in "
+            "--ec-transfer-config), which has no KV cache",
+        ),
         (
             model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
             "MLA models with an indexer, whose keys are kept beside the latent KV",
@@ -246,6 +277,12 @@ def _refuse_model(config: VllmConfig) -> None:
             refuse_overwritten(config, "a model whose layers keep states beside attention")
     if model.use_mla:
         refuse_older(config, "an MLA model")
+
+
+def _encodes_only(config: VllmConfig) -> bool:
+    """Whether the engine makes embeddings of pictures for others, and runs no language model."""
+    multimodal, transfer = config.model_config.multimodal_config, getattr(config, "ec_transfer_config", None)
+    return bool(getattr(multimodal, "mm_encoder_only", False)) or getattr(transfer, "ec_role", None) == "ec_producer"
 
 
 def _refuse_speculation(config: VllmConfig) -> None:

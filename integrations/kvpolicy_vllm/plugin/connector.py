@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import all_gather_object
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -23,7 +24,7 @@ from kvpolicy.request_marks import HintLimits
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import FileTier
 from kvpolicy_vllm.plugin.assembly import controller_for
-from kvpolicy_vllm.plugin.config_refusals import refuse_unsupported
+from kvpolicy_vllm.plugin.config_refusals import SEVERAL_NODES, refuse_unsupported
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
@@ -33,9 +34,10 @@ from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_replicated, says_wher
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.rank_files import RankFiles
+from kvpolicy_vllm.plugin.served_weights import boot_id
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.shadow import ShadowCopier
-from kvpolicy_vllm.plugin.versions import engine_version, platform, warn_untested
+from kvpolicy_vllm.plugin.versions import WITHOUT_PLUGIN, UnsupportedEngine, engine_version, platform, warn_untested
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +70,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.forward_timer = ForwardTimer()
         if role == KVConnectorRole.WORKER:
             # Checked here because workers start first: the scheduler would see memory that they have already taken.
+            refuse_several_machines()
             self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
         else:
             warn_untested()
@@ -352,6 +355,22 @@ def cores_here(vllm_config: VllmConfig) -> int:
     """
     parallel = vllm_config.parallel_config
     return max(int(parallel.data_parallel_size_local), int(parallel.data_parallel_rank_local or 0) + 1, 1)
+
+
+def refuse_several_machines() -> None:
+    """Raise UnsupportedEngine where ranks of this engine are on several machines. Every rank hears of all others, so
+    that all refuse together."""
+    if not model_parallel_is_initialized():  # the connector is made without an engine
+        return
+    group = get_tp_group()
+    boots = [boot_id()] * group.world_size
+    if group.world_size > 1:
+        all_gather_object(boots, boots[0], group=group.cpu_group)
+    if len(set(boots)) > 1:
+        raise UnsupportedEngine(
+            f"kvpolicy does not serve {SEVERAL_NODES}: the {group.world_size} ranks of --tensor-parallel-size should "
+            f"be on one, by --distributed-executor-backend or where it places them, or {WITHOUT_PLUGIN}"
+        )
 
 
 def available_to_all_ranks() -> int:

@@ -26,7 +26,7 @@ from kvpolicy_vllm.plugin.kv_layout import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvpolicy_vllm.plugin.settings import Settings
@@ -40,7 +40,7 @@ def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, s
     """The engine as cost models are checked against it: one rank, with the plugin's link and host pool."""
     return EngineSpec(
         block_size=block_size(kv_cache),
-        token_budget=int(config.scheduler_config.max_num_batched_tokens),
+        token_budget=token_budget(config.scheduler_config),
         ranks=config.parallel_config.tensor_parallel_size,
         pinned=settings.pin_memory,
         block_bytes=block_bytes,
@@ -48,6 +48,12 @@ def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, s
         hardware=describe(device_name()),
         link=header_link(settings.link),
     )
+
+
+def token_budget(scheduler: SchedulerConfig) -> int:
+    """Most tokens that a step computes. vLLM heeds both limits; the second is None where nothing has set it."""
+    batched = int(scheduler.max_num_batched_tokens)
+    return min(batched, getattr(scheduler, "max_num_scheduled_tokens", None) or batched)  # not in all versions
 
 
 def model_loader(config: VllmConfig, engine: EngineSpec) -> Callable[[str], FittedModel]:

@@ -99,11 +99,15 @@ def _stamp(config: VllmConfig, model: Any) -> Stamp:
 
 
 def _machine() -> str:
+    return f"{platform.node()} {boot_id()}"
+
+
+def boot_id() -> str:
+    """Of this machine's last start, the same in all of its containers; empty where it is not known."""
     try:
-        boot = BOOT.read_text().strip()
+        return BOOT.read_text().strip()
     except OSError:  # not on Linux
-        boot = ""
-    return f"{platform.node()} {boot}"
+        return ""
 
 
 def _folder(config: VllmConfig, model: Any) -> Path:

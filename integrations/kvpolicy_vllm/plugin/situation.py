@@ -183,9 +183,11 @@ def _keys(blocks: Iterable[Any], scheduler: Any, pool: HostStore) -> Iterator[Ha
     """The hash of each block; None where its content is not that of others with the hash.
 
     At the last position of a block an EAGLE or MTP drafter keeps what also depends on the token behind it, which the
-    hash does not cover: for that vLLM drops the last block of a hit. There only one block of the device is one content.
+    hash does not cover: for that vLLM drops the last block of a hit, unless it is told not to. There only one block of
+    the device is one content.
     """
-    if not getattr(scheduler, "use_eagle_block_drop", False):  # not in all versions
+    # Whether there is such a drafter, and whether the block is dropped; the second is not in all versions.
+    if not (getattr(scheduler, "use_eagle", False) or getattr(scheduler, "use_eagle_block_drop", False)):
         return (block.block_hash for block in blocks)
     return (None if pool.has_elsewhere(block.block_hash, block.block_id) else block.block_hash for block in blocks)
 
@@ -253,7 +255,9 @@ def why_not_loadable(
     if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
         return "not_loadable"
     # A copy of several tables is loaded whole or not at all, so tokens that are not loaded exclude the others.
-    if tables is not None and _partial_block_tokens(scheduler, request.num_computed_tokens) > 0:
+    if tables is not None and (
+        _partial_block_tokens(scheduler, request.num_computed_tokens) > 0 or _loses_its_token(request, scheduler)
+    ):
         return "not_loadable"
     return "copies_failing" if copies.health.suspended(now) else ""
 
@@ -270,6 +274,17 @@ def restorable_tokens(request: Any, scheduler: Any, copies: CopyBook) -> int:
     if copy is not None and copy.positions is not None and tokens != copy.tokens:
         return 0
     return tokens
+
+
+def _loses_its_token(request: Any, scheduler: Any) -> bool:
+    """Whether the next token of ``request`` is in flight and will be dropped. It then has no more tokens than were
+    computed, and the last one is always computed anew.
+
+    vLLM drops it where a connector has to hand KV on, as another one in a list has to in the role of a producer.
+    """
+    if not getattr(scheduler, "requires_kv_delivery", False):  # not in all versions
+        return False
+    return bool(request.num_computed_tokens >= request.num_tokens)
 
 
 def _partial_block_tokens(scheduler: Any, tokens: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvpolicy_vllm.plugin.engine_config import token_budget
 from kvpolicy_vllm.plugin.kv_layout import state_kind
 
 if TYPE_CHECKING:
@@ -31,9 +32,8 @@ def beyond_a_block_of_states(config: VllmConfig, kv_cache: KVCacheConfig) -> str
     if not sizes:
         return ""
     scheduler, block = config.scheduler_config, min(sizes)
-    batched, limit = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
-    # The flag that limits a step: vLLM heeds both.
-    flag, room = ("batched", batched) if limit is None or batched < limit else ("scheduled", limit)
+    room = token_budget(scheduler)
+    flag = "scheduled" if scheduler.max_num_scheduled_tokens == room else "batched"
     if min(room, config.model_config.max_model_len) <= block:
         return ""
     return (
