@@ -28,6 +28,7 @@ from kvpolicy_vllm.plugin.layer_refusals import (
     refuse_layout,
     refuse_overwritten,
 )
+from kvpolicy_vllm.plugin.machine import note_machine
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.served_weights import note_weights
@@ -70,6 +71,7 @@ def refuse_early() -> VllmConfig | None:
     if config is None or config.kv_transfer_config is None or config.model_config is None:
         return None
     refuse_unsupported(config, None)
+    note_machine(config)
     settings = Settings.read(own_settings(config.kv_transfer_config))
     refuse_ranking(settings, config.scheduler_config.policy)
     if settings.cache_files is not None:
