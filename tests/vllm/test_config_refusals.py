@@ -161,27 +161,36 @@ def with_devices(count: int, cuda: bool = True) -> Any:
     return lambda: SimpleNamespace(is_cuda=lambda: cuda, device_count=lambda: count)
 
 
-def by_ray(ranks: int) -> dict[str, Any]:
+def by_ray(ranks: int, cores_by: str = "mp") -> dict[str, Any]:
     return {
         "tensor_parallel_size": ranks, "world_size": ranks, "use_ray": True, "distributed_executor_backend": "ray",
+        "data_parallel_backend": cores_by,
     }  # fmt: skip
 
 
-def test_more_ranks_by_ray_than_this_node_has_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_by_ray_than_this_process_sees_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_refusals, "platform", with_devices(8))
     config_refusals._refuse_engine_settings(configured(**by_ray(8)))
-    words = "several nodes, .*--distributed-executor-backend ray, --tensor-parallel-size should be at most 8, .* not 16"
+    words = (
+        "several nodes, .*--distributed-executor-backend ray, --tensor-parallel-size should be at most 8, the number "
+        r"of devices that this process sees \(CUDA_VISIBLE_DEVICES\), not 16"
+    )
     with pytest.raises(UnsupportedEngine, match=words):
         config_refusals._refuse_engine_settings(configured(**by_ray(16)))
 
 
-@pytest.mark.parametrize(("devices", "cuda"), [(0, True), (1, False)], ids=["hidden", "no CUDA"])
+@pytest.mark.parametrize(
+    ("devices", "cuda", "cores_by"),
+    [(0, True, "mp"), (1, False, "mp"), (1, True, "ray")],
+    ids=["hidden", "no CUDA", "cores by Ray"],
+)
 def test_where_ranks_by_ray_are_is_left_to_the_workers(
-    monkeypatch: pytest.MonkeyPatch, devices: int, cuda: bool
+    monkeypatch: pytest.MonkeyPatch, devices: int, cuda: bool, cores_by: str
 ) -> None:
-    """Where the configuration cannot tell, as in a process from which Ray hides the node's devices."""
+    """Where the configuration cannot tell, as in a process from which Ray hides the node's devices, or on another node
+    than Ray places the engine core on."""
     monkeypatch.setattr(config_refusals, "platform", with_devices(devices, cuda))
-    config_refusals._refuse_engine_settings(configured(**by_ray(2)))
+    config_refusals._refuse_engine_settings(configured(**by_ray(2, cores_by)))
 
 
 def test_ranks_that_schedule_by_themselves_are_refused() -> None:

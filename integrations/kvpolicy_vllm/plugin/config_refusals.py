@@ -237,14 +237,14 @@ def _several_nodes(parallel: ParallelConfig) -> str:
     it does not tell, as with Ray, the workers do: :func:`kvpolicy_vllm.plugin.connector.refuse_several_machines`."""
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
         return "--nnodes should be 1 for each engine core"
-    if not parallel.use_ray or not platform().is_cuda():
-        return ""
+    if not parallel.use_ray or parallel.data_parallel_backend == "ray" or not platform().is_cuda():
+        return ""  # Ray may place an engine core on a node with other devices than this one
     devices = int(platform().device_count())
     if not 0 < devices < parallel.world_size:  # from a process that is to use none, Ray hides all
         return ""
     return (
         f"with --distributed-executor-backend ray, --tensor-parallel-size should be at most {devices}, the number of "
-        f"this node's devices, not {parallel.tensor_parallel_size}"
+        f"devices that this process sees (CUDA_VISIBLE_DEVICES), not {parallel.tensor_parallel_size}"
     )
 
 
