@@ -193,13 +193,16 @@ def test_where_ranks_by_ray_are_is_left_to_the_workers(
     config_refusals._refuse_engine_settings(configured(**by_ray(2, cores_by)))
 
 
-def test_ranks_that_schedule_by_themselves_are_refused() -> None:
-    """On one node, too. The world is that of all ranks, of those of data parallelism as well."""
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_ranks_that_schedule_by_themselves_are_refused(tensor_parallel_size: int) -> None:
+    """On one node, too. The world is that of all ranks: with a single one of tensor parallelism, those of data
+    parallelism, which an engine core would take for its own and wait for."""
     launched = {"distributed_executor_backend": "external_launcher"}
     config_refusals._refuse_engine_settings(configured(**launched))
-    words = "each schedules by itself: leave --distributed-executor-backend external_launcher out, or give --tensor-par"
+    words = "hears of its own copies alone: leave --distributed-executor-backend external_launcher out, or give --"
+    several = configured(**launched, tensor_parallel_size=tensor_parallel_size, world_size=2)
     with pytest.raises(UnsupportedEngine, match=words):
-        config_refusals._refuse_engine_settings(configured(**launched, world_size=2))
+        config_refusals._refuse_engine_settings(several)
 
 
 def test_an_engine_that_goes_on_after_a_failed_step_is_refused() -> None:

@@ -213,10 +213,12 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
         ),
         (bool(problem := _several_nodes(parallel)), f"{SEVERAL_NODES}: {problem}"),
         (
-            # A scheduler hears of its own worker's copies alone, and decides by what these took.
+            # The world is that of the ranks of data parallelism as well. A scheduler hears of its own worker's copies
+            # alone: it decides by what these took, and would wait for those of all others.
             parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1,
-            "several ranks of which each schedules by itself: leave --distributed-executor-backend external_launcher "
-            "out, or give --tensor-parallel-size 1 and no data parallelism",
+            "several ranks of which each has a scheduler that hears of its own copies alone: leave "
+            "--distributed-executor-backend external_launcher out, or give --tensor-parallel-size 1 and no data "
+            "parallelism",
         ),
         (
             bool(getattr(parallel, "enable_fault_tolerance", False)),  # not in all versions
