@@ -73,15 +73,21 @@ def test_a_cpu_turns_asynchronous_scheduling_off_by_itself(monkeypatch: pytest.M
     config_refusals._refuse_speculation(speculating(asynchronous=True))
 
 
+def handing_on(role: str, connector: str | None = "ECExampleConnector") -> dict[str, Any]:
+    """Embeddings of pictures, in that role."""
+    return {"ec_transfer_config": SimpleNamespace(ec_connector=connector, ec_role=role)}
+
+
 @pytest.mark.parametrize(
     ("pictures", "roles", "refuses"),
     [
         (None, {}, False),
         (SimpleNamespace(), {}, False),
         (SimpleNamespace(mm_encoder_only=False), {"ec_transfer_config": None}, False),
-        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_consumer")}, False),
-        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_both")}, False),
-        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_producer")}, True),
+        (SimpleNamespace(), handing_on("ec_consumer"), False),
+        (SimpleNamespace(), handing_on("ec_both"), False),
+        (SimpleNamespace(), handing_on("ec_producer"), True),
+        (SimpleNamespace(), handing_on("ec_producer", connector=None), False),
         (SimpleNamespace(mm_encoder_only=True), {}, True),
     ],
 )

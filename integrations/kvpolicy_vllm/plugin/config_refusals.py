@@ -286,7 +286,9 @@ def _refuse_model(config: VllmConfig) -> None:
 def _encodes_only(config: VllmConfig) -> bool:
     """Whether the engine makes embeddings of pictures for others, and runs no language model."""
     multimodal, transfer = config.model_config.multimodal_config, getattr(config, "ec_transfer_config", None)
-    return bool(getattr(multimodal, "mm_encoder_only", False)) or getattr(transfer, "ec_role", None) == "ec_producer"
+    hands_on = getattr(transfer, "ec_connector", None) is not None  # without a connector vLLM heeds no role
+    produces = hands_on and getattr(transfer, "ec_role", None) == "ec_producer"
+    return produces or bool(getattr(multimodal, "mm_encoder_only", False))
 
 
 def _refuse_speculation(config: VllmConfig) -> None:
