@@ -57,7 +57,8 @@ def test_drafts_may_stay_without_asynchronous_scheduling() -> None:
 
 def test_a_server_that_goes_on_after_a_failed_step_does_not_without() -> None:
     asked = arguments(enable_fault_tolerance=True)
-    assert helping(asked, lambda changed: not changed.enable_fault_tolerance) == ["no --enable-fault-tolerance"]
+    name = "no --enable-fault-tolerance and no --fault-tolerance-config"
+    assert helping(asked, lambda changed: not changed.enable_fault_tolerance) == [name]
 
 
 def test_drafts_may_stay_with_as_many_tokens_in_a_step_as_the_model_is_long() -> None:

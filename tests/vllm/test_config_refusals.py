@@ -73,15 +73,21 @@ def test_a_cpu_turns_asynchronous_scheduling_off_by_itself(monkeypatch: pytest.M
     config_refusals._refuse_speculation(speculating(asynchronous=True))
 
 
+def handing_on(role: str, connector: str | None = "ECExampleConnector") -> dict[str, Any]:
+    """Embeddings of pictures, in that role."""
+    return {"ec_transfer_config": SimpleNamespace(ec_connector=connector, ec_role=role)}
+
+
 @pytest.mark.parametrize(
     ("pictures", "roles", "refuses"),
     [
         (None, {}, False),
         (SimpleNamespace(), {}, False),
         (SimpleNamespace(mm_encoder_only=False), {"ec_transfer_config": None}, False),
-        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_consumer")}, False),
-        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_both")}, False),
-        (SimpleNamespace(), {"ec_transfer_config": SimpleNamespace(ec_role="ec_producer")}, True),
+        (SimpleNamespace(), handing_on("ec_consumer"), False),
+        (SimpleNamespace(), handing_on("ec_both"), False),
+        (SimpleNamespace(), handing_on("ec_producer"), True),
+        (SimpleNamespace(), handing_on("ec_producer", connector=None), False),
         (SimpleNamespace(mm_encoder_only=True), {}, True),
     ],
 )
@@ -161,36 +167,48 @@ def with_devices(count: int, cuda: bool = True) -> Any:
     return lambda: SimpleNamespace(is_cuda=lambda: cuda, device_count=lambda: count)
 
 
-def by_ray(ranks: int) -> dict[str, Any]:
+def by_ray(ranks: int, cores_by: str = "mp") -> dict[str, Any]:
     return {
         "tensor_parallel_size": ranks, "world_size": ranks, "use_ray": True, "distributed_executor_backend": "ray",
+        "data_parallel_backend": cores_by,
     }  # fmt: skip
 
 
-def test_more_ranks_by_ray_than_this_node_has_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_by_ray_than_this_process_sees_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_refusals, "platform", with_devices(8))
     config_refusals._refuse_engine_settings(configured(**by_ray(8)))
-    words = "several nodes, .*--distributed-executor-backend ray, --tensor-parallel-size should be at most 8, .* not 16"
+    words = (
+        "several nodes, .*--distributed-executor-backend ray, --tensor-parallel-size should be at most 8, the number "
+        r"of devices that this process sees \(CUDA_VISIBLE_DEVICES\), not 16"
+    )
     with pytest.raises(UnsupportedEngine, match=words):
         config_refusals._refuse_engine_settings(configured(**by_ray(16)))
 
 
-@pytest.mark.parametrize(("devices", "cuda"), [(0, True), (1, False)], ids=["hidden", "no CUDA"])
+@pytest.mark.parametrize(
+    ("devices", "cuda", "cores_by"),
+    [(0, True, "mp"), (1, False, "mp"), (1, True, "ray")],
+    ids=["hidden", "no CUDA", "cores by Ray"],
+)
 def test_where_ranks_by_ray_are_is_left_to_the_workers(
-    monkeypatch: pytest.MonkeyPatch, devices: int, cuda: bool
+    monkeypatch: pytest.MonkeyPatch, devices: int, cuda: bool, cores_by: str
 ) -> None:
-    """Where the configuration cannot tell, as in a process from which Ray hides the node's devices."""
+    """Where the configuration cannot tell, as in a process from which Ray hides the node's devices, or on another node
+    than Ray places the engine core on."""
     monkeypatch.setattr(config_refusals, "platform", with_devices(devices, cuda))
-    config_refusals._refuse_engine_settings(configured(**by_ray(2)))
+    config_refusals._refuse_engine_settings(configured(**by_ray(2, cores_by)))
 
 
-def test_ranks_that_schedule_by_themselves_are_refused() -> None:
-    """On one node, too. The world is that of all ranks, of those of data parallelism as well."""
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_ranks_that_schedule_by_themselves_are_refused(tensor_parallel_size: int) -> None:
+    """On one node, too. The world is that of all ranks: with a single one of tensor parallelism, those of data
+    parallelism, which an engine core would take for its own and wait for."""
     launched = {"distributed_executor_backend": "external_launcher"}
     config_refusals._refuse_engine_settings(configured(**launched))
-    words = "each schedules by itself: leave --distributed-executor-backend external_launcher out, or give --tensor-par"
+    words = "hears of its own copies alone: leave --distributed-executor-backend external_launcher out, or give --"
+    several = configured(**launched, tensor_parallel_size=tensor_parallel_size, world_size=2)
     with pytest.raises(UnsupportedEngine, match=words):
-        config_refusals._refuse_engine_settings(configured(**launched, world_size=2))
+        config_refusals._refuse_engine_settings(several)
 
 
 def test_an_engine_that_goes_on_after_a_failed_step_is_refused() -> None:

@@ -1,7 +1,9 @@
-"""The connector's count of engine cores on one machine, ranks on several, and which loads it reports to vLLM."""
+"""The connector's count of engine cores on one machine, a scheduler and ranks on several, and which loads it reports
+to vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from kvpolicy_vllm.plugin import connector
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector, cores_here, pools, refuse_several_machines
 from kvpolicy_vllm.plugin.copiers.base import Finished
 from kvpolicy_vllm.plugin.forward_timer import ForwardTimer
+from kvpolicy_vllm.plugin.machine import NOTED
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
@@ -52,25 +55,53 @@ def test_cores_are_counted_though_each_is_configured_as_the_only_one(
     assert cores_here(config) == cores
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("machines", [("one", "one", "one"), ("one", "other", "one")])
-def test_ranks_on_several_machines_are_refused_by_all_of_them(
-    machines: tuple[str, ...], rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def ranks_on(monkeypatch: pytest.MonkeyPatch, machines: Sequence[str], rank: int = 0) -> None:
+    """Be that rank of an engine whose ranks are on these machines."""
+
     def gather(found: list[str], own: str, group: str) -> None:
+        assert len(machines) > 1, "there is nobody to hear of"
         assert (own, group) == (machines[rank], "of CPUs")
         found[:] = machines
 
+    group = SimpleNamespace(world_size=len(machines), cpu_group="of CPUs")
     monkeypatch.setattr(connector, "model_parallel_is_initialized", lambda: True)
-    monkeypatch.setattr(connector, "get_tp_group", lambda: SimpleNamespace(world_size=3, cpu_group="of CPUs"))
+    monkeypatch.setattr(connector, "get_tp_group", lambda: group)
     monkeypatch.setattr(connector, "all_gather_object", gather)
     monkeypatch.setattr(connector, "boot_id", lambda: machines[rank])
+
+
+def scheduled_on(scheduler: str | None) -> Any:
+    """A configuration in which that machine is noted; None: none is."""
+    return SimpleNamespace(model_config=SimpleNamespace(**({} if scheduler is None else {NOTED: scheduler})))
+
+
+SEVERAL = "several nodes, .* the scheduler and all ranks of --tensor-parallel-size .* --distributed-executor-backend"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("scheduler", [None, "", "one"], ids=["not noted", "not known", "noted"])
+@pytest.mark.parametrize("machines", [("one", "one", "one"), ("one", "other", "one")])
+def test_ranks_on_several_machines_are_refused_by_all_of_them(
+    machines: tuple[str, ...], scheduler: str | None, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_on(monkeypatch, machines, rank)
     if len(set(machines)) == 1:
-        refuse_several_machines()
+        refuse_several_machines(scheduled_on(scheduler))
         return
-    words = "several nodes, whose clocks .* the 3 ranks of --tensor-parallel-size .* --distributed-executor-backend"
-    with pytest.raises(UnsupportedEngine, match=words):
-        refuse_several_machines()
+    with pytest.raises(UnsupportedEngine, match=SEVERAL):
+        refuse_several_machines(scheduled_on(scheduler))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_are_all_on_another_machine_than_the_scheduler_are_refused(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray may place them, a single one, too."""
+    ranks_on(monkeypatch, ["other"] * ranks)
+    for accepted in (None, "", "other"):
+        refuse_several_machines(scheduled_on(accepted))
+    with pytest.raises(UnsupportedEngine, match=SEVERAL):
+        refuse_several_machines(scheduled_on("one"))
 
 
 @pytest.mark.parametrize("by_request", [True, False])

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.scheduler
 
 RANK = """
 import json, sys, time
+from types import SimpleNamespace
 from unittest import mock
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -42,7 +43,7 @@ for available_gib in cases:
 for machines in json.loads(sys.argv[4]):
     with mock.patch.object(connector, "boot_id", lambda: machines[rank]):
         try:
-            connector.refuse_several_machines()
+            connector.refuse_several_machines(SimpleNamespace(model_config=None))
             print("told: accepted")
         except ValueError as error:
             print("told:", error)

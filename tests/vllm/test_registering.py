@@ -34,14 +34,15 @@ LAYERS = ("one", "two")
 BLOCK_BYTES = len(LAYERS) * 4 * 32 * 64 * 4
 
 
-def worker(model: str, *tensors: KVCacheTensor, **extra: Any) -> Any:
-    """A connector as a worker makes it, without an engine around it. ``tensors``: where its layers lie."""
+def worker(model: str, *tensors: KVCacheTensor, role: KVConnectorRole = KVConnectorRole.WORKER, **extra: Any) -> Any:
+    """A connector as a worker makes it, or another ``role``, without an engine around it. ``tensors``: where its layers
+    lie."""
     args = EngineArgs(model=model, dtype="float32", skip_tokenizer_init=True, **harness.plugin("always-swap", **extra))
     spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
     cache = KVCacheConfig(
         num_blocks=BLOCKS, kv_cache_tensors=[*tensors], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
     )
-    return KVConnectorFactory.create_connector(args.create_engine_config(), KVConnectorRole.WORKER, cache)
+    return KVConnectorFactory.create_connector(args.create_engine_config(), role, cache)
 
 
 def caches(start: float) -> dict[str, torch.Tensor]:
@@ -309,6 +310,26 @@ def test_a_layout_that_takes_blocks_apart_is_refused_when_the_connector_is_made(
     )
     with pytest.raises(UnsupportedEngine, match="VLLM_KV_CACHE_LAYOUT"):
         worker(model, apart)
+
+
+def test_workers_compare_their_machines_before_there_is_a_copier(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They alone: the scheduler has no group to ask."""
+
+    def refuse(vllm_config: Any) -> None:
+        raise UnsupportedEngine("on several machines")
+
+    monkeypatch.setattr("kvpolicy_vllm.plugin.connector.refuse_several_machines", refuse)
+    monkeypatch.setattr("kvpolicy_vllm.plugin.connector.controller_for", lambda *_: None)
+    with pytest.raises(UnsupportedEngine, match="on several machines"):
+        worker(model)
+    worker(model, role=KVConnectorRole.SCHEDULER)
+
+
+def test_the_machine_may_be_noted_while_the_configuration_is_made(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[Any] = []
+    monkeypatch.setattr("kvpolicy_vllm.plugin.config_refusals.note_machine", noted.append)
+    connector = worker(model)
+    assert any(config is connector._vllm_config for config in noted)
 
 
 def test_forward_passes_are_timed_where_the_scheduler_asks_and_copies_in_between_left_out(model: str) -> None:

@@ -58,7 +58,7 @@ REMEDIES = (
     Remedy("--pipeline-parallel-size 1", {"pipeline_parallel_size": 1}),
     Remedy("--decode-context-parallel-size 1", {"decode_context_parallel_size": 1}),
     Remedy("no --enable-return-routed-experts", {"enable_return_routed_experts": False}),
-    Remedy("no --enable-fault-tolerance", {"enable_fault_tolerance": False}),
+    Remedy("no --enable-fault-tolerance and no --fault-tolerance-config", {"enable_fault_tolerance": False}),
     Remedy("--scheduling-policy fcfs", {"scheduling_policy": "fcfs"}),
     Remedy("--policy always-swap", settings={"policy": "always-swap", "online_state": None}),
     Remedy("--order fcfs", settings={"order": "fcfs"}),

@@ -28,6 +28,7 @@ from kvpolicy_vllm.plugin.layer_refusals import (
     refuse_layout,
     refuse_overwritten,
 )
+from kvpolicy_vllm.plugin.machine import note_machine
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.served_weights import note_weights
@@ -70,6 +71,7 @@ def refuse_early() -> VllmConfig | None:
     if config is None or config.kv_transfer_config is None or config.model_config is None:
         return None
     refuse_unsupported(config, None)
+    note_machine(config)
     settings = Settings.read(own_settings(config.kv_transfer_config))
     refuse_ranking(settings, config.scheduler_config.policy)
     if settings.cache_files is not None:
@@ -211,10 +213,12 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
         ),
         (bool(problem := _several_nodes(parallel)), f"{SEVERAL_NODES}: {problem}"),
         (
-            # A scheduler hears of its own worker's copies alone, and decides by what these took.
+            # The world is that of the ranks of data parallelism as well. A scheduler hears of its own worker's copies
+            # alone: it decides by what these took, and would wait for those of all others.
             parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1,
-            "several ranks of which each schedules by itself: leave --distributed-executor-backend external_launcher "
-            "out, or give --tensor-parallel-size 1 and no data parallelism",
+            "several ranks of which each has a scheduler that hears of its own copies alone: leave "
+            "--distributed-executor-backend external_launcher out, or give --tensor-parallel-size 1 and no data "
+            "parallelism",
         ),
         (
             bool(getattr(parallel, "enable_fault_tolerance", False)),  # not in all versions
@@ -235,14 +239,14 @@ def _several_nodes(parallel: ParallelConfig) -> str:
     it does not tell, as with Ray, the workers do: :func:`kvpolicy_vllm.plugin.connector.refuse_several_machines`."""
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
         return "--nnodes should be 1 for each engine core"
-    if not parallel.use_ray or not platform().is_cuda():
-        return ""
+    if not parallel.use_ray or parallel.data_parallel_backend == "ray" or not platform().is_cuda():
+        return ""  # Ray may place an engine core on a node with other devices than this one
     devices = int(platform().device_count())
     if not 0 < devices < parallel.world_size:  # from a process that is to use none, Ray hides all
         return ""
     return (
         f"with --distributed-executor-backend ray, --tensor-parallel-size should be at most {devices}, the number of "
-        f"this node's devices, not {parallel.tensor_parallel_size}"
+        f"devices that this process sees (CUDA_VISIBLE_DEVICES), not {parallel.tensor_parallel_size}"
     )
 
 
@@ -282,7 +286,9 @@ def _refuse_model(config: VllmConfig) -> None:
 def _encodes_only(config: VllmConfig) -> bool:
     """Whether the engine makes embeddings of pictures for others, and runs no language model."""
     multimodal, transfer = config.model_config.multimodal_config, getattr(config, "ec_transfer_config", None)
-    return bool(getattr(multimodal, "mm_encoder_only", False)) or getattr(transfer, "ec_role", None) == "ec_producer"
+    hands_on = getattr(transfer, "ec_connector", None) is not None  # without a connector vLLM heeds no role
+    produces = hands_on and getattr(transfer, "ec_role", None) == "ec_producer"
+    return produces or bool(getattr(multimodal, "mm_encoder_only", False))
 
 
 def _refuse_speculation(config: VllmConfig) -> None:

@@ -31,10 +31,10 @@ from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
 from kvpolicy_vllm.plugin.file_namespace import namespace_of, orders_in_memory, refuse_unnameable
 from kvpolicy_vllm.plugin.forward_timer import ForwardTimer
 from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_replicated, says_where_layers_lie, segments_of_layers
+from kvpolicy_vllm.plugin.machine import boot_id, noted_machine
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.rank_files import RankFiles
-from kvpolicy_vllm.plugin.served_weights import boot_id
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.shadow import ShadowCopier
 from kvpolicy_vllm.plugin.versions import WITHOUT_PLUGIN, UnsupportedEngine, engine_version, platform, warn_untested
@@ -70,7 +70,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.forward_timer = ForwardTimer()
         if role == KVConnectorRole.WORKER:
             # Checked here because workers start first: the scheduler would see memory that they have already taken.
-            refuse_several_machines()
+            refuse_several_machines(vllm_config)
             self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
         else:
             warn_untested()
@@ -357,19 +357,21 @@ def cores_here(vllm_config: VllmConfig) -> int:
     return max(int(parallel.data_parallel_size_local), int(parallel.data_parallel_rank_local or 0) + 1, 1)
 
 
-def refuse_several_machines() -> None:
-    """Raise UnsupportedEngine where ranks of this engine are on several machines. Every rank hears of all others, so
-    that all refuse together."""
+def refuse_several_machines(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedEngine where ranks of this engine are on several machines, or on another one than was noted of
+    its scheduler. Every rank hears of all others, so that all refuse together."""
     if not model_parallel_is_initialized():  # the connector is made without an engine
         return
     group = get_tp_group()
     boots = [boot_id()] * group.world_size
     if group.world_size > 1:
         all_gather_object(boots, boots[0], group=group.cpu_group)
+    if scheduler := noted_machine(vllm_config):
+        boots.append(scheduler)
     if len(set(boots)) > 1:
         raise UnsupportedEngine(
-            f"kvpolicy does not serve {SEVERAL_NODES}: the {group.world_size} ranks of --tensor-parallel-size should "
-            f"be on one, by --distributed-executor-backend or where it places them, or {WITHOUT_PLUGIN}"
+            f"kvpolicy does not serve {SEVERAL_NODES}: the scheduler and all ranks of --tensor-parallel-size should be "
+            f"on one, by --distributed-executor-backend or where it places them, or {WITHOUT_PLUGIN}"
         )
 
 

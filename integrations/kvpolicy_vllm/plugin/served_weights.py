@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import weights_digest, weights_stamp
+from kvpolicy_vllm.plugin.machine import boot_id
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 DUMMY = "dummy"
 NOTED = "kvpolicy_weights"
 """Attribute of vLLM's ModelConfig."""
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Tells Linux machines of one name apart."""
 
 
 class Stamp(NamedTuple):
@@ -100,14 +99,6 @@ def _stamp(config: VllmConfig, model: Any) -> Stamp:
 
 def _machine() -> str:
     return f"{platform.node()} {boot_id()}"
-
-
-def boot_id() -> str:
-    """Of this machine's last start, the same in all of its containers; empty where it is not known."""
-    try:
-        return BOOT.read_text().strip()
-    except OSError:  # not on Linux
-        return ""
 
 
 def _folder(config: VllmConfig, model: Any) -> Path:
