@@ -1,4 +1,5 @@
-"""Figures of single measurements on pages are those of the raw numbers that stand beside these."""
+"""Figures of single measurements on pages are those of the raw numbers that stand beside these, and so are counts over
+the runs of the study of caches on a page that has none of its tables."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 OWN_TIME = json.loads((DOCS / "own-time.json").read_text())
 FILE_TIER = json.loads((DOCS / "file-tier.json").read_text())
+STUDY = json.loads((DOCS / "caching-study.json").read_text())
 MODELS = {"llama-26m": "26 million", "llama-103m": "103 million"}
 GB = 1e9
 
@@ -81,3 +83,28 @@ def test_the_speed_of_files_is_that_of_the_pairs(threads: int) -> None:
         assert f"{speeds[0]:.2f} of {speeds[1]:.2f} GB/s) and" in page
     else:
         assert f"at {words} by two ({span};" in page
+
+
+def priced(link: str) -> list[dict[str, Any]]:
+    """The study's runs with a cache over that link, deciding by price and with hits loaded whole."""
+    as_usual = {"policy": "cheapest:analytic", "link": link, "load_share": 1.0}
+    return [row for row in STUDY["rows"] if row["arm"]["cache"] != "none" and as_usual.items() <= row["arm"].items()]
+
+
+def preempted(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many preemptions of these runs were recomputed, and of how many."""
+    counts = [row["found"]["preemptions"] for row in rows]
+    return sum(count["recompute"] for count in counts), sum(count["recompute"] + count["swap"] for count in counts)
+
+
+def test_the_preemptions_that_a_hint_could_have_changed_are_the_recomputes_of_the_study() -> None:
+    page, rows = said("requests.md"), priced("native")
+    recomputed, total = preempted(rows)
+    assert recomputed == 0 and {row["arm"]["hints"] for row in rows} == {"none", "sessions", "hindsight"}
+    words = f"none of {total:,} preemptions in {len(rows)} runs, with and without hints, was a recompute"
+    assert f"that changes no choice over the data sheet's link: {words}." in page
+    slow = {float(link) / GB: priced(link) for link in ("2e9", "1e9", "5e8", "2.5e8")}
+    assert {row["arm"]["hints"] for some in slow.values() for row in some} == {"none"}
+    first, *others = (f"{preempted(some)[0]} of {preempted(some)[1]} {{}} {speed:g}" for speed, some in slow.items())
+    told = [f"{first.format('were over')} GB/s", *(one.format("over") for one in others)]
+    assert f"without hints, {', '.join(told[:-1])} and {told[-1]}; how many of these" in page
