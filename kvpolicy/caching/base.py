@@ -23,7 +23,7 @@ class Part(tuple[OneKey, ...]):
 
     first: int
 
-    def __new__(cls, keys: Iterable[OneKey], first: int) -> Part[OneKey]:
+    def __new__(cls, keys: Iterable[OneKey], first: int = 0) -> Part[OneKey]:
         part = super().__new__(cls, keys)
         part.first = first
         return part

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Container, Sequence
 
-from kvpolicy.caching.base import Chain, Key
+from kvpolicy.caching.base import Chain, Key, Part
 from kvpolicy.caching.eviction_queue import ByQueues, Rank
 
 Use = Rank
@@ -37,8 +37,9 @@ class ByLastUse(ByQueues):
                 self._blocks.put(key, self.use(before, self._prompts, position))
 
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
+        first = chain.first if isinstance(chain, Part) else 0
         for position in missing:
-            self._blocks.put(chain[position], self.use(None, self._prompts, position))
+            self._blocks.put(chain[position], self.use(None, self._prompts, first + position))
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
         evicted: list[Key] = []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.caching.adaptive import Arc, S3Fifo
-from kvpolicy.caching.base import CachingPolicy
+from kvpolicy.caching.base import CachingPolicy, Part
 from kvpolicy.caching.by_use import Lfu, Lru
 
 POLICIES: Sequence[Callable[[int], CachingPolicy]] = (Lru, Lfu, Arc, S3Fifo)
@@ -81,3 +81,12 @@ def test_among_equals_the_one_that_was_stored_first_goes_whatever_its_key(
     policy.stored((keys[0],), [0])
     policy.stored((keys[1],), [0])
     assert policy.evict(1, ()) == [keys[0]]
+
+
+@pytest.mark.parametrize("kind", [Lru, Lfu])
+def test_of_a_prompt_that_is_stored_in_parts_the_last_block_goes_first(kind: type[Lru | Lfu]) -> None:
+    """As it comes to files: its end first, and each part by itself."""
+    policy = kind(4)
+    policy.stored(Part("cd", 2), [0, 1])
+    policy.stored(Part("ab", 0), [0, 1])
+    assert policy.evict(4, ()) == ["d", "c", "b", "a"]

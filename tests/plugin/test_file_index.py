@@ -108,7 +108,7 @@ def test_blocks_of_prompts_that_come_mixed_are_stored_in_the_order_of_their_prom
     mixed = [b"z", b"e", b"c", b"x", b"b", b"y", b"d", b"a"]
     core.index.saved(core.pool.lost(place_of[key] for key in mixed))
     chains = [b"".join(job.chain) for job in core.jobs()[0]]
-    assert chains == [b"x", b"abc", b"yz", b"bde"], "nothing comes before what it continues"
+    assert chains == [b"bde", b"yz", b"abc", b"x"], "nothing comes after what continues it"
 
 
 def test_what_one_rank_could_not_store_is_not_there() -> None:

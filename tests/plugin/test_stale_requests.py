@@ -14,7 +14,7 @@ class Device:
     """Blocks of one table, and the requests that have them."""
 
     def __init__(self) -> None:
-        self.blocks = [SimpleNamespace(block_id=number, block_hash=None) for number in range(8)]
+        self.blocks = [SimpleNamespace(block_id=number, block_hash=None, ref_cnt=0) for number in range(8)]
         self.requests: dict[str, Any] = {}
         self.held: dict[str, list[int]] = {}
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(blocks=self.blocks), get_blocks=self._table)
@@ -29,6 +29,8 @@ class Device:
 
     def made(self, name: str, computed_tokens: int, *numbers: int) -> Any:
         self.held[name] = [*numbers]
+        for block in self.blocks:
+            block.ref_cnt = sum(block.block_id in held for held in self.held.values())
         self.requests[name] = SimpleNamespace(request_id=name, num_computed_tokens=computed_tokens)
         return self.requests[name]
 
@@ -97,6 +99,9 @@ def test_what_is_found_behind_an_equal_block_of_others_is_stale_too(device: Devi
     beside = device.made("beside", 0, 3, 1, 2)
     stale.admitted(beside, device)
     assert beside in stale
+    goes_on = device.made("goes on", 0, 3, 4)
+    stale.admitted(goes_on, device)
+    assert goes_on not in stale, "the block before the stale one is not"
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["preempted", "ended"])

@@ -397,7 +397,7 @@ def in_folders_of_one_number(open_tier: Callable[[int | None], FileTier]) -> Fil
         return open_tier(group.broadcast_object(None, src=0))
     try:
         tier = open_tier(None)
-        number = tier.number
+        number = getattr(tier, "number", None)  # one's own tier need not have one
     finally:  # nobody waits for a rank that has failed
         group.broadcast_object(number, src=0)
     return tier

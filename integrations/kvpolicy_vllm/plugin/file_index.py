@@ -157,8 +157,11 @@ class FileIndex:
     def saved(self, blocks: Iterable[HostBlock]) -> None:
         """These contents have come to host memory: store those that may be of use and that files do not have."""
         wanted = {block.node: block for block in blocks if block.node is not None and self._is_wanted(block)}
+        first = len(self._stores)
         for run in runs_of(wanted):
             self._store(run)
+        # Beginnings come first where there is no room for all, and last to policies that go by when a block came.
+        self._stores[first:] = self._stores[first:][::-1]
 
     def _is_wanted(self, block: HostBlock) -> bool:
         if not isinstance(block.key, bytes) or block.node is None or block.slot is None:
@@ -288,10 +291,11 @@ class FileIndex:
 
     def take_drops(self) -> tuple[bytes, ...]:
         """Digests of what some rank has said since the last call to have no more, so that nobody can load it: all ranks
-        are to drop it. What is being stored again is left alone, and what is being loaded comes when that has ended."""
+        are to drop it. What is being stored again, or loaded, is left alone until that has ended."""
         if not self._drops:
             return ()
-        drops, self._drops = self._drops, {}
+        drops = self._drops
+        self._drops = {digest: None for digest in drops if digest in self._of_digest}
         wanted = [digest for digest in drops if digest not in self._of_digest and not self._is_there(digest)]
         for digest in wanted:
             self._there.pop(digest, None)

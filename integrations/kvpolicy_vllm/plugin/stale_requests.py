@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -28,6 +28,8 @@ class StaleRequests:
         self._hashes: dict[int, Any] = {}
         """By device block that others may find, the hash of its stale content. A block that is filled anew has another
         object for a hash, which may well be equal."""
+        self._fresh: dict[str, int] = {}
+        """Of requests that were given such blocks, how many of their own before these are not stale."""
 
     def __contains__(self, request: Any) -> bool:
         return request.request_id in self.names
@@ -35,6 +37,7 @@ class StaleRequests:
     def reset_begins(self, scheduler: Any) -> None:
         """Whatever was computed so far is stale."""
         self.names = {name for name, request in scheduler.requests.items() if request.num_computed_tokens}
+        self._fresh.clear()
 
     def reset_ends(self, scheduler: Any) -> None:
         """What the device's prefix cache still has is stale: nothing, unless vLLM has refused."""
@@ -51,22 +54,35 @@ class StaleRequests:
         """The request has blocks again. One that held none goes on in what the device had, or begins anew."""
         if request.num_computed_tokens or not (self.names or self._hashes):
             return
-        self.names.discard(request.request_id)
-        for name in self.names:  # any of theirs may be found behind a block of others that is equal to the one before
-            self._may_be_found(_blocks_of(name, scheduler))
-        given = _blocks_of(request.request_id, scheduler)
-        if any(self._hashes.get(block.block_id) is block.block_hash for block in given):
-            self.names.add(request.request_id)
+        self._is_fresh(request)
+        given = list(_blocks_of(request.request_id, scheduler))
+        if any(block.ref_cnt > 1 for block in given):
+            # Any of theirs may be found, behind a block of others that is equal to the one before it, too.
+            for name in self.names:
+                self._may_be_found(self._blocks_of(name, scheduler))
+        for number, block in enumerate(given):
+            if self._hashes.get(block.block_id) is block.block_hash:
+                self.names.add(request.request_id)
+                self._fresh[request.request_id] = number
+                return
 
     def loses_blocks(self, request: Any, scheduler: Any) -> None:
         """The request is about to lose its blocks, which the device keeps as long as it can."""
         if request in self:
-            self._may_be_found(_blocks_of(request.request_id, scheduler))
+            self._may_be_found(self._blocks_of(request.request_id, scheduler))
 
     def ended(self, request: Any, scheduler: Any) -> None:
         """The request is about to lose its blocks, for good."""
         self.loses_blocks(request, scheduler)
+        self._is_fresh(request)
+
+    def _is_fresh(self, request: Any) -> None:
         self.names.discard(request.request_id)
+        self._fresh.pop(request.request_id, None)
+
+    def _blocks_of(self, name: str, scheduler: Any) -> Iterator[Any]:
+        """Stale blocks of a stale request that others may find."""
+        return islice(_blocks_of(name, scheduler), self._fresh.get(name, 0), None)
 
     def _may_be_found(self, blocks: Iterable[Any]) -> None:
         self._hashes.update((block.block_id, block.block_hash) for block in blocks)
