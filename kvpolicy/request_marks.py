@@ -51,6 +51,12 @@ class Hints:
         """Whether anything is said."""
         return self is not NO_HINTS and self != NO_HINTS
 
+    def said(self) -> dict[str, Any]:
+        """As a client says it, and :func:`read_marks` reads it: what is not said is left out."""
+        pin = self.pin_tokens >= ALL_TOKENS or self.pin_tokens
+        values = (self.keep_s, self.once, pin, self.session, self.ended)
+        return {name: value for name, value in zip(HINT_NAMES, values, strict=True) if value}
+
 
 NO_HINTS = Hints()
 

@@ -419,7 +419,8 @@ ROUNDS_PER_START = (
 )
 ARMS = (
     "An arm to compare, NAME or NAME=JSON; may be given several times, and the first is what others are compared with. "
-    "For a model: vllm (without the plugin), kvpolicy (with these flags), hints (the same, and requests carry hints); "
+    "For a model: vllm (without the plugin), kvpolicy (with these flags), hints (the same, and requests carry hints, "
+    "of `bench rate` those of the workload); "
     'JSON has the plugin\'s settings that differ, as in \'urgent={"order": "urgent"}\', and "hints": true. '
     'For a URL: JSON has "url" of another server, "hints", and "control", the file by which it is switched to "policy" '
     'or "order" while the arm is measured. Of `bench rate`, "reserve": max, pow2 or oracle sends '

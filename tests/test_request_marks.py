@@ -49,6 +49,7 @@ for _ in range(5000):
 def test_what_is_said_is_read(said: Any, marks: Marks) -> None:
     assert read_marks(said) == marks == as_said(read_marks(said))[0]
     assert read_marks(said, -3).priority == -3
+    assert read_marks(marks.hints.said()).hints == marks.hints and all(marks.hints.said().values())
 
 
 @pytest.mark.parametrize(

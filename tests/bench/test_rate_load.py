@@ -112,6 +112,36 @@ def test_clients_that_wait_send_so_many_at_once(tmp_path: Path) -> None:
     assert body["priority"] == 2 and body["kv_transfer_params"] == {"kvpolicy": {"class": "urgent", "ttft_s": 5.0}}
 
 
+def test_an_arm_with_hints_sends_those_of_the_workload(tmp_path: Path) -> None:
+    """Every request by its number of output tokens; the other arm sends none of them."""
+    file, small = tmp_path / "a.csv", Small()
+    file.write_text(
+        "arrival_s,prompt_tokens,output_tokens,class,keep_s,once,pin,session,ended\n"
+        "0,20,4,chat,60,,,u-1,\n1,20,5,,,true,16,,\n2,20,6,,,,,u-1,true\n3,20,7,,,,true,,\n4,20,8,,,,,,\n"
+    )
+    with serving(small) as url:
+        load = RateLoad(workload=f"arrivals:{file}", rate=(200.0,), rounds=1)
+        run_bench.bench(tmp_path / "out", load, BenchTarget(url, ("plain", "hints")))
+    said: dict[str, dict[int, Any]] = {"plain": {}, "hints": {}}
+    for body in small.bodies:
+        if (arm := body["cache_salt"].partition(" ")[0]) in said:
+            said[arm][body["max_tokens"]] = body.get("kv_transfer_params", {}).get("kvpolicy")
+    assert said["plain"] == {4: {"class": "chat"}, 5: None, 6: None, 7: None, 8: None}
+    assert said["hints"] == {
+        4: {"class": "chat", "keep_s": 60.0, "session": "u-1"}, 5: {"once": True, "pin": 16},
+        6: {"session": "u-1", "ended": True}, 7: {"pin": True}, 8: None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("workload", [None, SHORT, f"{SHORT}&hints=sessions"])
+def test_an_arm_with_hints_is_refused_where_the_workload_has_none(workload: str | None, tmp_path: Path) -> None:
+    """It would be the arm without them under another name. Lengths alone say of no request whose it is."""
+    load, at = RateLoad(workload=workload, rate=(200.0,)), BenchTarget("http://there:8000", ("plain", "hints"))
+    with pytest.raises(WrongValue, match=r"arm hints sends the hints of requests, .* have none: give --workload"):
+        run_bench.bench(tmp_path / "out", load, at)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_sweep_ends_when_latency_explodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rates that the first round found are those of every round, also where the bench is resumed."""
 

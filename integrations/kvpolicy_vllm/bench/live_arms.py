@@ -43,7 +43,7 @@ class LiveArm:
     command: tuple[str, ...] = ()
     """That starts the server, without host and port. Arms with equal ones share it."""
     hints: bool = False
-    """Whether requests carry hints."""
+    """Whether requests carry hints: those of a chat or an analysis, or of a rate's workload."""
     reserve: str = ""
     """What each request reserves of the KV cache before it is sent, one of :data:`RESERVED`; empty for nothing."""
 

@@ -45,7 +45,7 @@ class RateKind:
         memory = Memory(await terms.server.kv_tokens()) if terms.reserve else None
         sender = RateSender(
             terms.server, terms.vocabulary, self._seed(round_), terms.salt, terms.clock, terms.progress, memory,
-            terms.reserve, terms.context_tokens,
+            terms.reserve, terms.context_tokens, terms.hints,
         )  # fmt: skip
         run = await sender.run(self._requests(cell, round_, terms), cell.get("concurrency"))
         reserved = {} if memory is None else {"memory_tokens": memory.tokens}

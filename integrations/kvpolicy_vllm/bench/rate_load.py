@@ -52,6 +52,11 @@ def requests_of(load: RateLoad, context_tokens: int, rate: float | None, seed: i
     return in_time or requests[:1]
 
 
+def has_hints(load: RateLoad) -> bool:
+    """Whether any request of a run says something of its KV. Raises WorkloadError as :func:`requests_of`."""
+    return load.workload is not None and any(one.hints for one in islice(open_workload(load.workload), load.requests))
+
+
 def _alone(load: RateLoad, request: Request) -> Request:
     if request.loop is not None:
         raise InputError(f"workload {load.workload}: has a concurrency of its own: give --concurrency in its place")
@@ -102,7 +107,7 @@ class RateRun:
 @dataclass(frozen=True, slots=True)
 class RateSender:
     """Sends requests to one server. ``salt``: of its cached prefixes. ``memory``: what requests reserve before they are
-    sent, by ``reserve``; None where they reserve nothing."""
+    sent, by ``reserve``; None where they reserve nothing. ``hints``: whether they carry theirs."""
 
     server: Server
     vocabulary: Sequence[int]
@@ -113,6 +118,7 @@ class RateSender:
     memory: Memory | None = None
     reserve: str = ""
     context_tokens: int = 0
+    hints: bool = False
 
     async def run(self, requests: Sequence[Request], concurrency: int | None = None) -> RateRun:
         """Send each request when it arrives; with ``concurrency`` so many at a time, the next one when one is back."""
@@ -146,7 +152,7 @@ class RateSender:
             reserved = await self.memory.reserve(reserved_tokens(self.reserve, request, self.context_tokens))
         try:
             answer = await self.server.complete(
-                prompt, request.output_tokens, self.salt, said_by(request), request.priority
+                prompt, request.output_tokens, self.salt, said_by(request, self.hints), request.priority
             )
         finally:
             if self.memory is not None:
@@ -155,9 +161,11 @@ class RateSender:
         self.progress()
 
 
-def said_by(request: Request) -> dict[str, Any] | None:
-    """A request's class and deadlines, as ``kv_transfer_params``; None where it says nothing."""
+def said_by(request: Request, hints: bool = False) -> dict[str, Any] | None:
+    """A request's class and deadlines, and with ``hints`` what it says of its KV, as ``kv_transfer_params``; None where
+    that is nothing."""
     name = None if request.class_name == DEFAULT_CLASS else request.class_name
-    body = request_body(class_name=name, ttft_s=request.ttft_s, tpot_s=request.tpot_s)
+    of_kv = request.hints.said() if hints else {}
+    body = request_body(class_name=name, ttft_s=request.ttft_s, tpot_s=request.tpot_s, **of_kv)
     said: dict[str, Any] | None = body.get("kv_transfer_params")
     return said

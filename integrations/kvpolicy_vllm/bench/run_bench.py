@@ -29,6 +29,7 @@ from kvpolicy_vllm.bench.load_report import LoadReport
 from kvpolicy_vllm.bench.load_results import differences, with_later_figures
 from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.bench.rate_kind import RateKind
+from kvpolicy_vllm.bench.rate_load import has_hints
 from kvpolicy_vllm.bench.recorded_prices import recorded_prices, recording_arm
 from kvpolicy_vllm.bench.resumed_inputs import digests, versions
 
@@ -80,6 +81,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
         open_workload(
             workload, think_s=getattr(load, "think_s", None)
         )  # what is wrong with it is said before a server is started
+    refuse_hinting(kind, arms)
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
             "files": digests(getattr(load, "workload", None), [arm.command for arm in arms]),
@@ -136,6 +138,17 @@ def refuse_reserving(kind: Kind, arms: Sequence[LiveArm]) -> None:
     reserving = [arm.name for arm in arms if arm.reserve]
     if reserving and not isinstance(kind, RateKind):
         raise WrongValue("arm", f"{reserving[0]} reserves memory, which is of `kvpolicy bench rate`: leave it out")
+
+
+def refuse_hinting(kind: Kind, arms: Sequence[LiveArm]) -> None:
+    """Raise WrongValue for an arm with hints under a load whose requests have none: it would be one without them."""
+    hinting = [arm.name for arm in arms if arm.hints]
+    if hinting and isinstance(kind, RateKind) and not has_hints(kind.load):
+        raise WrongValue(
+            "arm",
+            f"{hinting[0]} sends the hints of requests, and those of the workload have none: give --workload a table "
+            "with hints, or one with sessions or shared prefixes and hints=sessions, or leave the arm out",
+        )
 
 
 def plain(value: Any) -> Any:

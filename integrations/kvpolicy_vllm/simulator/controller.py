@@ -39,16 +39,12 @@ def number_of(name: str) -> int:
 
 def transfer_params(request: Request) -> dict[str, Any] | None:
     """A request's class, deadlines and hints as vLLM's ``kv_transfer_params``; None where it says nothing."""
-    hints = request.hints
-    said = {
-        "keep_s": hints.keep_s, "once": hints.once, "pin": hints.pin_tokens or None, "session": hints.session,
-        "ended": hints.ended,
-    }  # fmt: skip
+    said = request.hints.said()
     deadlines = {"ttft_s": request.ttft_s, "tpot_s": request.tpot_s}
     told = {"class": request.class_name} | {name: value and float(value) for name, value in deadlines.items()}
-    if not hints and told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None}:
+    if not said and told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None}:
         return None
-    return {KEY: told | said if hints else told}
+    return {KEY: told | said}
 
 
 class SinkWriter:
