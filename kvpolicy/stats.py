@@ -121,6 +121,17 @@ def ratio_over_starts(values: Sequence[float], other_values: Sequence[float], st
     return student_ratio(geometric_means(values, starts), geometric_means(other_values, starts))
 
 
+def known_ratio(
+    values: Sequence[float | None], other_values: Sequence[float | None], starts: Sequence[int]
+) -> Ratio | None:
+    """As :func:`ratio_over_starts`. None of a figure that is 0, or that nobody knows, in some pair, and without a pair:
+    without that one, which is the worst, the ratio would be of the better pairs."""
+    known, other_known = ([value for value in one if value] for one in (values, other_values))
+    if not known or len(known) < len(values) or len(other_known) < len(other_values):
+        return None
+    return ratio_over_starts(known, other_known, starts)
+
+
 def unit_of(starts: int) -> str:
     """What an interval is over, in words, where a bench has so many starts of its servers."""
     return "rounds of one process each" if starts < 2 else f"{starts} starts of the servers"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
-    ("fields", "shelf", "stats", "stored_tables", "stored_values"),
+    ("bench_warnings", "fields", "shelf", "stats", "stored_tables", "stored_values"),
     ("events", "overflow", "prefix_hits", "shape", "regression", "extensions", "code_digest", "request_marks"),
     ("features", "hardware", "headroom", "latency", "load_growth", "order", "survival", "workload"),
     ("caching", "client", "trace"),
@@ -46,13 +46,13 @@ INTEGRATION = {
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"latency", "workload", "simulator"},
     "bench": _DECIDE
-    | {"client", "datasets", "latency", "overflow", "server_metrics", "stats", "stored_values", "workload"}
-    | {"simulator"},
+    | {"bench_warnings", "client", "datasets", "latency", "overflow", "server_metrics", "stats", "stored_values"}
+    | {"simulator", "workload"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would, and fills the report that it
     # shares with the demo without an engine.
     "bench.run_demo": _DECIDE
     | {"datasets", "headroom", "stats", "stored_values", "workload", "training", "evaluation", "study"},
-    "bench.load_report": {"json_values", "latency", "prefix_hits", "stats"},
+    "bench.load_report": {"bench_warnings", "json_values", "latency", "prefix_hits", "stats"},
     "bench.recorded_prices": {"errors", "evaluation", "settings", "trace"},
     # The learned policy it serves with is trained on the way.
     "bench.run_characterize": _DECIDE

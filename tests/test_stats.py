@@ -14,6 +14,7 @@ from kvpolicy.json_values import finite, rounded
 from kvpolicy.stats import (
     Ratio,
     bootstrap_ratio,
+    known_ratio,
     mean_and_percentiles,
     proportion_interval,
     quantile,
@@ -123,6 +124,16 @@ def test_a_start_counts_once_by_its_geometric_means() -> None:
     assert (found.pairs, found.to_dict()) == (2, pytest.approx(expected.to_dict()))
     assert ratio_over_starts(values, others, [7, 7, 7]) == student_ratio(values, others), "one start: over rounds"
     assert unit_of(1) == "rounds of one process each" and unit_of(10) == "10 starts of the servers"
+
+
+@pytest.mark.parametrize("unknown", [0.0, None])
+def test_a_figure_that_is_0_or_unknown_in_a_pair_has_no_ratio(unknown: float | None) -> None:
+    values, others = [2.0, 8.0, 6.0], [1.0, 1.0, 2.0]
+    assert known_ratio(values, others, [0, 0, 1]) == ratio_over_starts(values, others, [0, 0, 1])
+    for place in range(3):
+        gone = [unknown if number == place else value for number, value in enumerate(values)]
+        assert known_ratio(gone, others, [0, 0, 1]) is known_ratio(others, gone, [0, 0, 1]) is None
+    assert known_ratio([], [], []) is None
 
 
 def test_percentiles_by_hand() -> None:

@@ -15,11 +15,12 @@ from jinja2 import TemplateError
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvpolicy.bench_warnings import warnings
 from kvpolicy.errors import InputError
 from kvpolicy.prefix_hits import hit_rates
 from kvpolicy.reporting.figures import COLOURS, INK, LEARNED, MUTED, STYLE, legend, mean_and_half, new_figure, write
 from kvpolicy.reporting.page import inline, templates
-from kvpolicy.stats import ratio_over_starts, unit_of
+from kvpolicy.stats import known_ratio, unit_of
 from kvpolicy.stored_values import read_json, reason_of
 from kvpolicy.version import __version__
 
@@ -33,11 +34,17 @@ FIFTHS = 5
 FIGURES: Mapping[str, Mapping[str, str]] = {
     "chat": {
         "messages_s": "messages per second",
+        "steady_ttft_s.mean": "mean time to first token while everybody chats, s",
+        "steady_e2e_s.mean": "mean end-to-end time while everybody chats, s",
         "ttft_s.mean": "mean time to first token, s",
         "e2e_s.mean": "mean end-to-end time, s",
         "hit_rate": "tokens found in a cache",
     },
-    "analytics": {"requests_s": "requests per second", "e2e_s.mean": "mean time per request, s"},
+    "analytics": {
+        "requests_s": "requests per second",
+        "e2e_s.mean": "mean time per request, s",
+        "cpu_s": "seconds of the server's processors",
+    },
     "rate": {
         "e2e_per_token_s.mean": "mean s per output token, end to end",
         "ttft_s.p50": "time to first token, median, s",
@@ -102,6 +109,7 @@ def _rendered(results: Run, drawings: Mapping[str, tuple[str, Figure]]) -> str:
             drawings=[(title, inline(figure, name, title)) for name, (title, figure) in drawings.items()],
             table=_table(results),
             hits=_hit_table(results),
+            warnings=warnings(results),
             prices=results.get("prices"),
             ratios=list(_ratios(results)),
             unit=unit_of(len({_start(run) for run in results["runs"]})),
@@ -115,9 +123,10 @@ def _rendered(results: Run, drawings: Mapping[str, tuple[str, Figure]]) -> str:
 
 
 def _value(run: Run, figure: str) -> float | None:
+    """None where it is undefined, or an earlier version did not write it."""
     value: Any = run
     for name in figure.split("."):
-        value = None if value is None else value[name]
+        value = None if value is None else value.get(name)
     return None if value is None else float(value)
 
 
@@ -154,7 +163,8 @@ def _drawings(results: Run) -> Iterator[tuple[str, tuple[str, Figure]]]:
     axis = max(cells[0], key=lambda name: len({cell[name] for cell in cells}))
     fixed = {name: value for name, value in cells[-1 if results["kind"] == "chat" else 0].items() if name != axis}
     for figure, title in FIGURES[results["kind"]].items():
-        if any(_values(results["runs"], figure)) or results["kind"] != "rate":
+        values = _values(results["runs"], figure)
+        if any(values) or (values and results["kind"] != "rate"):
             yield _name(figure, results["kind"]), (title, _by_cell(results, figure, axis, fixed, title))
     if results["kind"] == "chat":
         chatters = max(cell["chatters"] for cell in cells)
@@ -248,19 +258,14 @@ def _table(results: Run) -> dict[str, Any]:
 
 def _ratios(results: Run) -> Iterator[str]:
     first, *others = [arm["name"] for arm in results["arms"]]
-    starts = len({_start(run) for run in results["runs"]})
     for cell in _cells(results):
         where = ", ".join(f"{AXES[name]} {value:g}" for name, value in cell.items())
         for name in others:
             for figure, title in FIGURES[results["kind"]].items():
-                by_round = {run["round"]: _value(run, figure) for run in _of(results, first, cell)}
-                pairs = [(above, below, _start(run)) for run in _of(results, name, cell)
-                         if (above := _value(run, figure)) and (below := by_round.get(run["round"]))]  # fmt: skip
-                if pairs and figure != "hit_rate":
-                    ratio = ratio_over_starts(*zip(*pairs, strict=True))
-                    known = len({start for *_, start in pairs})
-                    alone = "" if known == starts else f" (known of {known} of {starts} starts: {unit_of(known)})"
-                    yield f"{where}: {title}, {name} over {first}: {ratio.text()}{alone}"
+                above, below = ([_value(run, figure) for run in _of(results, arm, cell)] for arm in (name, first))
+                ratio = known_ratio(above, below, [_start(run) for run in _of(results, first, cell)])
+                if ratio is not None and figure != "hit_rate":
+                    yield f"{where}: {title}, {name} over {first}: {ratio.text()}"
 
 
 def _tokens(results: Run) -> str:

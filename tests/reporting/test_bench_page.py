@@ -61,6 +61,49 @@ def test_a_page_shows_the_bench(tmp_path: Path) -> None:
     assert cells in text[head:] and "<th>to 60%</th>" in text[head:] and "p / d" not in text
 
 
+def with_changes(folder: Path, changes: dict[str, Any]) -> str:
+    """The page of a bench whose file has other values, on one line."""
+    values = json.loads((folder / "bench.json").read_text())
+    (folder / "bench.json").write_text(json.dumps(values | changes))
+    report([folder], folder / "page.html")
+    return " ".join((folder / "page.html").read_text().split())
+
+
+@pytest.mark.parametrize("unknown", [0.0, None])
+def test_a_figure_that_is_0_or_unknown_in_some_round_has_no_ratio(unknown: float | None, tmp_path: Path) -> None:
+    """The other rounds alone would say that the second arm is as good as in its better rounds."""
+    runs = [run(arm, round_, 0.0, 2.0) for arm in ARMS for round_ in range(3)]
+    runs[4] |= {"messages_s": unknown}
+    text = with_changes(bench(tmp_path / "a"), {"runs": runs})
+    assert "messages per second, kvpolicy over vllm" not in text
+    assert "mean time to first token, s, kvpolicy over vllm: 1.000" in text
+
+
+def test_a_page_says_first_that_tokens_differ_and_cores_do(tmp_path: Path) -> None:
+    text = with_changes(bench(tmp_path / "a"), {})
+    said = "TOKENS DIFFER: 1 conversations are not those of vllm"
+    assert text.index(said) < text.index("<svg") and "UNEQUAL CORES" not in text
+    runs = [run(arm, 0, 0.0, 1.0) | {"cores": cores} for arm, cores in zip(ARMS, (["0"], ["0-1"]), strict=True)]
+    text = with_changes(tmp_path / "a", {"runs": runs, "comparisons": []})
+    assert text.index("UNEQUAL CORES: ") < text.index("vllm: 0; kvpolicy: 0-1") < text.index("<svg")
+    assert "TOKENS DIFFER" not in text
+
+
+def test_a_page_has_the_latencies_while_everybody_chats_and_the_time_of_processors(tmp_path: Path) -> None:
+    """Where they are known: not of a run by an earlier version, nor of a server that ran already."""
+    steady = {"steady_ttft_s": {"mean": 0.25}, "steady_e2e_s": {"mean": 4.0}}
+    runs = [run(arm, round_, 0.0, 1.0) | steady for arm in ARMS for round_ in range(3)]
+    text = with_changes(bench(tmp_path / "a"), {"runs": runs})
+    assert text.count("<svg") == 7 and "<td>0.25</td><td>4</td>" in text
+    assert "mean time to first token while everybody chats, s, kvpolicy over vllm: 1.000" in text
+    cell = {"cell": {"prefix_tokens": 40}, "requests_s": 2.0}
+    known = [one | cell | {"cpu_s": 12.5} for one in runs]
+    text = with_changes(tmp_path / "a", {"kind": "analytics", "runs": known})
+    assert text.count("<svg") == 3 and "<td>12.5</td>" in text
+    text = with_changes(tmp_path / "a", {"kind": "analytics", "runs": [one | {"cpu_s": None} for one in known]})
+    assert text.count("<svg") == 2 and "processors, kvpolicy over vllm" not in text
+
+
 def test_a_page_has_the_prices_of_tokens(tmp_path: Path) -> None:
     folder = bench(tmp_path / "a")
     values = json.loads((folder / "bench.json").read_text())

@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.bench_warnings import unequal_cores, warnings, wrong_conversations
 from kvpolicy.json_values import finite
 from kvpolicy.latency import LengthBin, by_prompt_length, length_edges
 from kvpolicy.prefix_hits import hit_rates
-from kvpolicy.stats import Ratio, ratio_over_starts, unit_of
-from kvpolicy_vllm.bench.exactness import TIE_GAP
+from kvpolicy.stats import Ratio, known_ratio, unit_of
 from kvpolicy_vllm.bench.rate_sweep import sustained
 from kvpolicy_vllm.bench.recorded_prices import sentence
 
@@ -89,22 +89,12 @@ class LoadReport:
         return not self.errors() and not self.wrong()
 
     def wrong(self) -> int:
-        """Conversations whose tokens differ from the first arm's where the two best log-probabilities are not close, or
-        nobody knows how close they are."""
-        gaps = [at.get("gap") for one in self._comparisons() for at in one["different"]]
-        return sum(gap is None or gap >= TIE_GAP for gap in gaps)
+        """As :func:`kvpolicy.bench_warnings.wrong_conversations`."""
+        return wrong_conversations(self.results)
 
     def _comparisons(self) -> list[Mapping[str, Any]]:
         """The first arm's tokens against each other arm's, by setting and round."""
         return [one for comparison in self.results["comparisons"] for one in comparison["tokens"].values()]
-
-    def unequal_cores(self) -> dict[str, list[str]]:
-        """By arm, the cores that threads of its servers may run on; empty where all have the same, or nobody knows."""
-        found: dict[str, set[str]] = {}
-        for run in self.results["runs"]:
-            found.setdefault(run["arm"], set()).update(run.get("cores") or ())
-        by_arm = {name: sorted(cores) for name, cores in found.items() if cores}
-        return by_arm if len({tuple(cores) for cores in by_arm.values()}) > 1 else {}
 
     def to_dict(self) -> dict[str, Any]:
         """Without the single requests, which are in bench.json."""
@@ -125,7 +115,7 @@ class LoadReport:
             "cells": cells,
             "prices": self.results.get("prices"),
             "errors": self.errors(),
-            "unequal_cores": self.unequal_cores(),
+            "unequal_cores": unequal_cores(self.results),
             "tokens": {"compared": tokens, "different": different, "wrong": self.wrong(), "largest_gap": gap},
         } | ({"sustained": dict(self.sustained())} if self._is_sweep else {})
 
@@ -192,16 +182,15 @@ class LoadReport:
 
     def ratios(self, cell: Mapping[str, Any]) -> Iterator[tuple[str, Ratio]]:
         """Figures over those of the first arm, over starts of the servers where there are several. None of a figure
-        that is 0, or that nobody knows, in some round: without that round, which is the worst one, the ratio would be
-        of the better rounds."""
+        that is 0, or that nobody knows, in some round."""
         by_arm = self._by_arm(cell)
         first, *others = self.arms
         starts = [run.get("start", 0) for run in by_arm[first]]
         for name in others:
             for figure in COMPARED[self.results["kind"]]:
                 above, below = ([value_of(run, figure) for run in by_arm[arm]] for arm in (name, first))
-                if above and all(above) and all(below):
-                    yield f"{figure} {name} / {first}", ratio_over_starts(_known(above), _known(below), starts)
+                if (ratio := known_ratio(above, below, starts)) is not None:
+                    yield f"{figure} {name} / {first}", ratio
 
     def errors(self) -> dict[str, int]:
         """Requests by what went wrong, over all arms."""
@@ -221,16 +210,8 @@ class LoadReport:
     def text(self) -> str:
         buffer = StringIO()
         console = Console(file=buffer, width=WIDTH, highlight=False, markup=False)
-        if wrong := self.wrong():
-            console.print(
-                f"TOKENS DIFFER: {wrong} conversations are not those of {self.arms[0]}, and no tie of "
-                "log-probabilities explains it. Times of other answers cannot be compared."
-            )
-        if unequal := self.unequal_cores():
-            by_arm = "; ".join(f"{name}: {', '.join(cores)}" for name, cores in unequal.items())
-            console.print(
-                "UNEQUAL CORES: ratios compare these as well. What threads of each arm's server may run on: " + by_arm
-            )
+        for line in warnings(self.results):
+            console.print(line)
         console.print(self._table())
         if self._has_lookups:
             console.print(self._hit_table())
@@ -314,10 +295,6 @@ def _binned(rows: Sequence[Mapping[str, Any]], edges: Sequence[int]) -> tuple[Le
 
 def _where(cell: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in cell.items())
-
-
-def _known(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
 
 
 def _form(value: float, form: str) -> str:

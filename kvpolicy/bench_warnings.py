@@ -1,0 +1,57 @@
+"""What is to be said first of a bench over HTTP: tokens of its arms that differ, and servers that had other cores.
+
+``results`` are what ``bench.json`` holds. The report and the page of a bench have the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FLOAT32 = "float32"
+TIE_GAPS: Mapping[str, float] = {FLOAT32: 1e-4, "float16": 0.02, "bfloat16": 0.15}
+"""A first difference is a tie where the two best log-probabilities are closer than this, by the dtype that a model
+computes in. Sums depend on the batch. In float32, log-probabilities do by up to 2e-5. In the other two each logit is
+rounded itself, and one between 16 and 32 to a multiple of 2**-6 or 2**-3: two that are one step apart are as good as
+equal."""
+Results = Mapping[str, Any]
+
+
+def tie_gap(results: Results) -> float:
+    """That of the dtype in which the servers compute; float32's where nobody knows it."""
+    return TIE_GAPS.get(results.get("dtype", ""), TIE_GAPS[FLOAT32])
+
+
+def wrong_conversations(results: Results) -> int:
+    """Conversations whose tokens differ from the first arm's where the two best log-probabilities are not close, or
+    nobody knows how close they are."""
+    compared = [one for comparison in results["comparisons"] for one in comparison["tokens"].values()]
+    gaps = [at.get("gap") for one in compared for at in one["different"]]
+    return sum(gap is None or gap >= tie_gap(results) for gap in gaps)
+
+
+def unequal_cores(results: Results) -> dict[str, list[str]]:
+    """By arm, the cores that threads of its servers may run on; empty where all have the same, or nobody knows."""
+    found: dict[str, set[str]] = {}
+    for run in results["runs"]:
+        found.setdefault(run["arm"], set()).update(run.get("cores") or ())
+    by_arm = {name: sorted(cores) for name, cores in found.items() if cores}
+    return by_arm if len({tuple(cores) for cores in by_arm.values()}) > 1 else {}
+
+
+def warnings(results: Results) -> list[str]:
+    """A sentence or two for each; none where there is nothing to say."""
+    said = []
+    if wrong := wrong_conversations(results):
+        known = results.get("dtype", "") in TIE_GAPS
+        taken = "" if known else f" Nobody knows what the servers compute in: it is taken to be {FLOAT32}."
+        said.append(
+            f"TOKENS DIFFER: {wrong} conversations are not those of {results['arms'][0]['name']}, and no tie of "
+            f"log-probabilities explains it. Times of other answers cannot be compared.{taken}"
+        )
+    if unequal := unequal_cores(results):
+        by_arm = "; ".join(f"{name}: {', '.join(cores)}" for name, cores in unequal.items())
+        said.append(
+            f"UNEQUAL CORES: ratios compare these as well. What threads of each arm's server may run on: {by_arm}"
+        )
+    return said

@@ -1,0 +1,48 @@
+"""What is said first of a bench: conversations that differ by more than a tie, and servers on other cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpolicy.bench_warnings import TIE_GAPS, tie_gap, unequal_cores, warnings, wrong_conversations
+from kvpolicy_vllm.bench.exactness import TIE_GAP
+
+
+def bench(dtype: str, *gaps: float | None, **cores: list[str]) -> dict[str, Any]:
+    different = [{"conversation": "a", "turn": 0, "token": 3, "gap": gap} for gap in gaps]
+    return {
+        "dtype": dtype, "arms": [{"name": "first"}, {"name": "second"}],
+        "runs": [{"arm": name, "cores": some} for name, some in cores.items()],
+        "comparisons": [{"tokens": {"second": {"tokens": 40, "different": different}}}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ties", "wrong"), [("float32", 5e-5, 2e-4), ("float16", 2**-6, 2**-5), ("bfloat16", 2**-3, 2**-2)]
+)
+def test_a_tie_is_as_wide_as_the_rounding_of_the_servers_dtype(dtype: str, ties: float, wrong: float) -> None:
+    """Two logits of some twenty that are one step of their dtype apart are a tie, two steps are none."""
+    assert wrong_conversations(bench(dtype, ties)) == 0 and warnings(bench(dtype, ties)) == []
+    assert wrong_conversations(bench(dtype, ties, wrong, None)) == 2
+    (said,) = warnings(bench(dtype, wrong))
+    assert said.startswith("TOKENS DIFFER: 1 conversations are not those of first") and "taken" not in said
+
+
+@pytest.mark.parametrize("dtype", ["", "float8"])
+def test_where_nobody_knows_the_dtype_it_is_said_what_is_taken_for_it(dtype: str) -> None:
+    assert tie_gap(bench(dtype)) == TIE_GAPS["float32"] == TIE_GAP
+    (said,) = warnings(bench(dtype, 0.05))
+    assert said.endswith("Nobody knows what the servers compute in: it is taken to be float32.")
+    earlier = {name: value for name, value in bench("", 0.05).items() if name != "dtype"}
+    assert warnings(earlier) == [said], "nor does a bench of an earlier version"
+
+
+def test_cores_that_differ_are_named_by_arm() -> None:
+    assert warnings(bench("float32", first=["0-1"], second=["0-1"])) == []
+    found = bench("float32", first=["0", "0-1"], second=["0-1"])
+    assert unequal_cores(found) == {"first": ["0", "0-1"], "second": ["0-1"]}
+    (said,) = warnings(found)
+    assert said.startswith("UNEQUAL CORES: ") and said.endswith("first: 0, 0-1; second: 0-1")
+    assert unequal_cores(bench("float32", first=["0"], second=[])) == {}, "nobody knows the second one's"
