@@ -238,10 +238,17 @@ def vllm_version() -> str:
 
 
 def _ranks(vllm_flags: Sequence[str]) -> int:
-    """Tensor-parallel ranks by these flags; 1 where vLLM will refuse what they say.
+    """Tensor-parallel ranks by these flags; 1 where vLLM will refuse what they say."""
+    ranks = last_value(vllm_flags, TP, "--t", "-tp")
+    return int(ranks) if ranks.isdecimal() and int(ranks) else 1
+
+
+def last_value(vllm_flags: Sequence[str], meant: str, ambiguous: str, short: str = "") -> str:
+    """The value of a flag of vLLM's; empty where it is not given. ``ambiguous``: the longest of its prefixes that is
+    one of another flag, too. ``short``: another name of it.
 
     As vLLM reads them: the command line wins over a ``--config`` file wherever that stands, and the last flag over
-    others.
+    others. Raises InputError for such a file that cannot be read.
     """
     in_file: list[Any] = []
     on_line: list[Any] = []
@@ -250,11 +257,10 @@ def _ranks(vllm_flags: Sequence[str]) -> int:
         value = value if equals else "".join(vllm_flags[number + 1 : number + 2])
         if name == "--config" and value:
             _, settings = settings_of(read_text(Path(value), "--config"), f"--config {value}")
-            in_file += [given for key, given in settings.items() if _may_mean(f"--{key}", TP, "--t")]
-        elif name == "-tp" or _may_mean(name, TP, "--t"):
+            in_file += [given for key, given in settings.items() if _may_mean(f"--{key}", meant, ambiguous)]
+        elif (short and name == short) or _may_mean(name, meant, ambiguous):
             on_line.append(value)
-    ranks = str([1, *in_file, *on_line][-1])
-    return int(ranks) if ranks.isdecimal() and int(ranks) else 1
+    return str(["", *in_file, *on_line][-1])
 
 
 def shell_line(command: Sequence[str]) -> str:

@@ -32,6 +32,8 @@ class Small:
     found: int = 0
     wrong: bool = False
     """Whether its answers differ from those of other servers."""
+    gap: float = 0.25
+    """Between the two best log-probabilities."""
     served: int = 0
     says_its_cache: bool = True
     at_once: int = 0
@@ -84,7 +86,7 @@ class Small:
         if self.wrong:
             tokens[-1] = (tokens[-1] + 1) % VOCABULARY
         if not body.get("stream"):
-            logprobs = {"top_logprobs": [{"a": -0.5, "b": -0.75}]}
+            logprobs = {"top_logprobs": [{"a": -0.5, "b": -0.5 - self.gap}]}
             usage = {"prompt_tokens": len(prompt_of(body))}
             return web.json_response({"choices": [{"logprobs": logprobs}], "usage": usage})
         self.at_once += 1

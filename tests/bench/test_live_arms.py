@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from kvpolicy.settings import BenchTarget, ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import live_arms
 from kvpolicy_vllm.bench.control_arm import Switch
-from kvpolicy_vllm.bench.live_arms import arms_of, sharing_memory
+from kvpolicy_vllm.bench.live_arms import arms_of, dtype_of, sharing_memory
 from tests.snippets import commands
 
 
@@ -64,6 +66,42 @@ def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.M
         settings = ServerSettings(**{"policy": "always-swap"} | own)
         with pytest.raises(WrongValue, match=f"{name} is of servers to be started; http://there:8000 runs already"):
             arms_of(BenchTarget("http://there:8000", settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        (("--dtype", "float32"), "float32"),
+        (("--dtype=half", "--seed", "3"), "float16"),
+        (("--dtype", "float", "--dt", "bfloat16"), "bfloat16"),
+        (("--config", "FILE"), "float16"),
+        ((), ""),
+        (("--dtype", "auto"), ""),
+        (("--data-parallel-size", "2"), ""),
+    ],
+)
+def test_what_servers_compute_in_is_that_of_their_flags(flags: tuple[str, ...], dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("dtype: float16\n")
+    given = tuple(str(tmp_path / "config.yaml") if flag == "FILE" else flag for flag in flags)
+    assert dtype_of(BenchTarget("org/llm", vllm_flags=given)) == dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16"}, "float16"),
+        ({"dtype": "float32"}, "bfloat16"),
+        ({"text_config": {"dtype": "float16"}}, "float16"),
+        ({"text_config": None}, ""),
+        ([], ""),
+    ],
+)
+def test_or_that_of_the_model_as_vllm_takes_it(config: Any, dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dtype_of(BenchTarget(str(tmp_path))) == dtype
+    assert dtype_of(BenchTarget(str(tmp_path), vllm_flags=("--dtype", "float32"))) == "float32"
+    assert dtype_of(BenchTarget("http://there:8000")) == ""
 
 
 def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

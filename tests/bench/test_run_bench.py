@@ -381,11 +381,13 @@ class Started:
     bound: ClassVar[Mapping[str, list[str]]] = {}
     """Cores of threads, by a server's name, where they are not those of the machine."""
     cpu_s = 1.0
+    gap: ClassVar[float] = 0.0
+    """Where it is not 0, servers with the plugin give another last token, so far behind the best one."""
 
     def __init__(self, command: Sequence[str], log: Path, say: Callable[[str], None]) -> None:
         assert not log.exists(), "the output of an earlier server of this call is kept"
         self._log, self._name, self._stack = log, log.stem.partition("-")[2], ExitStack()
-        self.small = Small()
+        self.small = Small(wrong=bool(self.gap) and self._name != "vllm", gap=self.gap)
 
     def __enter__(self) -> Started:
         self._log.parent.mkdir(exist_ok=True)
@@ -456,6 +458,18 @@ def test_servers_on_other_cores_are_the_first_thing_that_is_said(
     for arm, cores in (("vllm", ["0", "0-1"]), ("kvpolicy", ["0-1"]), ("hints", ["0-1"])):
         assert f"{arm}: {', '.join(cores)}" in found.text() and found.to_dict()["unequal_cores"][arm] == cores
     assert found.ok
+
+
+def test_a_tie_is_one_by_what_servers_compute_in(
+    ours: BenchTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two best log-probabilities are 0.125 apart here, one step between logits of some twenty in bfloat16."""
+    monkeypatch.setattr(Started, "gap", 0.125)
+    load = replace(FIVE, prefix_tokens=(40,), rounds=1)
+    for dtype, wrong in (("bfloat16", 0), ("half", 20), ("auto", 20)):
+        found = run_bench.bench(tmp_path / dtype, load, replace(ours, vllm_flags=("--dtype", dtype)))
+        assert found.compared()[1:] == (20, 0.125) and (found.wrong(), found.ok) == (wrong, not wrong)
+        assert ("taken to be float32" in found.text()) == (dtype == "auto"), "of a model at a hub nobody knows it"
 
 
 def test_one_start_serves_all_rounds_where_nobody_said_otherwise(ours: BenchTarget, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, changed_values, read
 from kvpolicy.settings import BenchTarget, ServerSettings, is_http
+from kvpolicy.stored_values import read_json
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.control_arm import Switch
 from kvpolicy_vllm.bench.live_server import LiveServer, refuse_own_flags
@@ -29,6 +30,8 @@ SHARE = "--gpu-memory-utilization"
 """vLLM's flag for a server's share of the memory, on a CPU of the machine's."""
 SHARE_FLAGS = (SHARE, "--kv-cache-memory-bytes")
 SHARE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+DTYPES = {"half": "float16", "float": "float32"}
+"""Of vLLM's flag, what has another name elsewhere."""
 CPU_SHARES = 0.6
 """Of a machine's memory, for all servers together: host memory, their processes and the client have the rest."""
 
@@ -88,6 +91,28 @@ def sharing_memory(at: BenchTarget) -> BenchTarget:
     if at.is_url or servers < 2 or is_given or not launch.computes_on_cpu(os.environ):
         return at
     return replace(at, vllm_flags=(*at.vllm_flags, SHARE, f"{int(100 * CPU_SHARES / servers) / 100:g}"))
+
+
+def dtype_of(at: BenchTarget) -> str:
+    """What the servers of all arms compute in, as float32; empty where nobody knows: of a server that runs already, and
+    of a model at a hub without vLLM's flag. Raises InputError as :func:`kvpolicy_vllm.launch.last_value`.
+
+    By default vLLM 0.32 goes by the model's configuration, but serves one of float32 in bfloat16; on a GPU before
+    Ampere in float16.
+    """
+    if at.is_url:
+        return ""
+    given = launch.last_value(at.vllm_flags, "--dtype", "--d") or "auto"
+    if given != "auto":
+        return DTYPES.get(given, given)
+    try:
+        config = read_json(Path(at.target) / "config.json")
+    except (OSError, InputError):
+        return ""
+    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        if isinstance(part, dict) and (named := part.get("dtype") or part.get("torch_dtype")):
+            return "bfloat16" if named == "float32" else str(named)
+    return ""
 
 
 def _arm(text: str, at: BenchTarget) -> LiveArm:

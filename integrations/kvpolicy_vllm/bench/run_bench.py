@@ -23,7 +23,7 @@ from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.control_arm import put_back, switched
-from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, sharing_memory
+from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, dtype_of, sharing_memory
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
 from kvpolicy_vllm.bench.load_results import differences, with_later_figures
@@ -103,6 +103,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     written = [with_later_figures(read_back(out, path)) for path in sorted(runs.glob("*.json"))]
     results = plan | {
         "model": read_back(out, out / "model.json")["name"],
+        "dtype": dtype_of(at),
         "runs": [run for run in written if "arm" in run],
         "comparisons": [run for run in written if "arm" not in run],
     }
