@@ -22,6 +22,9 @@ TIMEOUT_S = 3600.0
 LOOKED_UP = "vllm:prefix_cache_queries_total"
 FOUND = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 """Tokens found on the device and by a connector."""
+OWN, HINTED = "vllm:kvpolicy_", "vllm:kvpolicy_hinted_blocks_total"
+HELD = 'event="held"'
+"""The plugin's counters, that of blocks that hints are about, and its label of those that are held back."""
 REFUSED = ("vllm:kvpolicy_invalid_marks_total", "vllm:kvpolicy_clamped_marks_total")
 ADDRESS = re.compile(r"https?://[^/\s]+")
 MAX_ANSWER_BYTES = 64 << 20
@@ -43,6 +46,10 @@ class Warmed:
     """What the first request took, which computes what was missing."""
     second_s: float
     """What the second one took."""
+    has_plugin: bool
+    """Whether the server has any of the plugin's counters."""
+    held_blocks: float
+    """Blocks that are held back from eviction by hints since then, or for longer: in host memory, and in files."""
     refused: float
     """Marks that the server did not read or not grant as they were sent, as far as it counts them."""
     grown: Mapping[str, float]
@@ -58,6 +65,10 @@ class Warmed:
             f"computed, in {self.first_s:.3g} s",
             f"a second request found {self.found_after} of them and took {self.second_s:.3g} s",
         ]
+        if not self.has_plugin:
+            lines.append("nothing is pinned: the server shows no counter of kvpolicy's, and vLLM alone heeds no hint")
+        elif self.held_blocks <= 0:
+            lines.append("nothing is pinned: no block is held back from eviction; see the server's --cache and --hints")
         if self.refused:
             lines.append(f"{self.refused:g} marks were refused or cut: see the server's --hints and --classes")
         lines += [f"  {name.removeprefix('vllm:')}: {value:g}" for name, value in self.grown.items()]
@@ -96,13 +107,13 @@ def warm(
     else:
         path, body["messages"] = "/v1/chat/completions", list(messages)
         body["add_generation_prompt"] = False  # what is stored ends where the messages do
-    before, start_s = _counters(base), clock()
+    (before, held_before), start_s = _counters(base), clock()
     prompt_tokens = _prompt_tokens(f"{base}{path}", body | said)
-    first_s, between = clock() - start_s, _counters(base)
+    first_s, (between, _) = clock() - start_s, _counters(base)
     start_s = clock()
     _call(f"{base}{path}", body)
-    second_s, after = clock() - start_s, _counters(base)
-    grown = {name: after[name] - before.get(name, 0.0) for name in after if name.startswith("vllm:kvpolicy_")}
+    second_s, (after, held_after) = clock() - start_s, _counters(base)
+    grown = {name: after[name] - before.get(name, 0.0) for name in after if name.startswith(OWN)}
     return Warmed(
         model,
         prompt_tokens,
@@ -110,6 +121,8 @@ def warm(
         _found(between, after),
         first_s,
         second_s,
+        any(name.startswith(OWN) for name in after),
+        held_after - held_before,
         sum(between.get(name, 0.0) - before.get(name, 0.0) for name in REFUSED),
         {name: value for name, value in grown.items() if value},
     )
@@ -150,11 +163,13 @@ def _found(before: Mapping[str, float], after: Mapping[str, float]) -> int:
     return round(sum(after.get(name, 0.0) - before.get(name, 0.0) for name in FOUND))
 
 
-def _counters(base: str) -> dict[str, float]:
-    counters = counters_in(_read(f"{base}/metrics").decode(errors="replace"))
+def _counters(base: str) -> tuple[dict[str, float], float]:
+    """All of them, and the blocks that hints hold back, so far."""
+    text = _read(f"{base}/metrics").decode(errors="replace")
+    counters = counters_in(text)
     if LOOKED_UP not in counters:
         raise InputError(f"{base}/metrics has no {LOOKED_UP}: the server is no vLLM, or its metrics are off")
-    return counters
+    return counters, counters_in(text, HELD).get(HINTED, 0.0)
 
 
 def _served_model(url: str) -> str:

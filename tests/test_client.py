@@ -52,3 +52,4 @@ def test_counters_are_summed_over_their_labels() -> None:
         "vllm:kvpolicy_a_created 1.7e9", 'vllm:kvpolicy_b_bucket{le="1"} 9', "vllm:e2e_request_latency_seconds_sum 7",
     )  # fmt: skip
     assert counters_in("\n".join(lines)) == {"vllm:kvpolicy_a_total": 5.0}
+    assert counters_in("\n".join(lines), 'engine="1"') == {"vllm:kvpolicy_a_total": 3.0}

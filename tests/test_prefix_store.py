@@ -27,6 +27,25 @@ def test_a_prompt_is_stored_and_pinned() -> None:
     assert "40 tokens, of which 0 were cached; 40 were computed" in first.text() and "found 40 of them" in first.text()
 
 
+@pytest.mark.parametrize(
+    ("server", "held", "why"),
+    [
+        (Small(has_plugin=False), 0, ["nothing is pinned: the server shows no counter of kvpolicy's"]),
+        (Small(), 0, ["nothing is pinned: no block is held back from eviction"]),
+        (Small(hinted={"refused": 3}), 0, ["nothing is pinned: no block is held back from eviction"]),
+        (Small(hinted={"held": 2, "refused": 1}), 2, []),
+    ],
+    ids=["vLLM alone", "no cache", "refused", "held"],
+)
+def test_a_pin_without_effect_is_told(server: Small, held: int, why: list[str]) -> None:
+    """As on vLLM without the plugin, and without a cache: what was computed is on the device until others take it."""
+    with serving(server) as url:
+        found = warm(url, list(range(1, 41)))
+    assert (found.found_after, found.has_plugin, found.held_blocks) == (40, server.has_plugin, held)
+    said = [line.partition(",")[0].partition(";")[0] for line in found.text().splitlines() if "pinned" in line]
+    assert said == why
+
+
 def test_whoever_has_the_salt_finds_it() -> None:
     small, prompt = Small(), list(range(1, 41))
     with serving(small) as url:

@@ -36,6 +36,13 @@ class Small:
     """Between the two best log-probabilities."""
     served: int = 0
     says_its_cache: bool = True
+    has_plugin: bool = True
+    """Whether it shows counters of the plugin's."""
+    hinted: dict[str, int] = field(default_factory=dict)
+    """Blocks that it counts by event at every request with a pin."""
+    unread: tuple[int, ...] = ()
+    """Readings of its metrics that fail, counted from 1."""
+    readings: int = 0
     at_once: int = 0
     most_at_once: int = 0
 
@@ -56,15 +63,24 @@ class Small:
         return web.json_response({"tokens": [hash_of(word) for word in text.split()]})
 
     async def metrics(self, request: web.Request) -> web.Response:
+        self.readings += 1
+        if self.readings in self.unread:
+            return web.Response(status=503)
         return web.Response(text=(
             "# HELP vllm:prefix_cache_queries_total tokens\n"
             f'vllm:prefix_cache_queries_total{{engine="0",model_name="small"}} {float(self.looked_up)}\n'
             f'vllm:prefix_cache_hits_total{{engine="0",model_name="small"}} {float(self.found)}\n'
             'vllm:prefix_cache_hits_created{engine="0"} 1.7e9\n'
             + ('vllm:cache_config_info{block_size="16",num_gpu_blocks="64"} 1.0\n' if self.says_its_cache else "") +
-            f'vllm:kvpolicy_decisions_total{{kind="swap"}} {self.served}\n'
-            f'vllm:kvpolicy_decisions_total{{kind="recompute"}} {self.served}\n'
+            (self.of_plugin() if self.has_plugin else "")
         ))  # fmt: skip
+
+    def of_plugin(self) -> str:
+        pins = sum("pin" in body.get("kv_transfer_params", {}).get("kvpolicy", {}) for body in self.bodies)
+        hinted = (f'vllm:kvpolicy_hinted_blocks_total{{event="{event}"}} {pins * blocks}\n'
+                  for event, blocks in self.hinted.items())  # fmt: skip
+        kinds = (f'vllm:kvpolicy_decisions_total{{kind="{kind}"}} {self.served}\n' for kind in ("swap", "recompute"))
+        return "".join((*kinds, *hinted))
 
     def look_up(self, body: dict[str, Any]) -> None:
         salt, prompt = hash_of(body.get("cache_salt", "")), tuple(prompt_of(body))

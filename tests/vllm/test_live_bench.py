@@ -60,7 +60,7 @@ def shared(servers: Servers, small_machine: None, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("shared")
-def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Path) -> None:
+def test_a_chat_on_servers_with_and_without_the_plugin(servers: Servers, model: str, tmp_path: Path) -> None:
     """Every message is answered by its full length, with the same tokens, and its hints are read."""
     load = ChatLoad(
         chatters=(3,),
@@ -73,7 +73,10 @@ def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Pat
         context_tokens=400,
         price_ratio=False,
     )
-    found = integrations.bench(tmp_path, load, BenchTarget(model, ("vllm", "hints"), SETTINGS, FLAGS))
+    at = BenchTarget(model, ("vllm", "hints"), SETTINGS, FLAGS)
+    url, held = servers.url(arms_of(at)[1]), {"event": "held"}
+    before = fetch(url).total(f"{OURS}hinted_blocks_total", **held)
+    found = integrations.bench(tmp_path, load, at)
     assert isinstance(found, LoadReport) and found.ok, found.text()
     tokens, different, gap = found.compared()
     assert tokens > 100 and (not different or (gap is not None and gap < TIE_GAP)), found.text()
@@ -81,9 +84,8 @@ def test_a_chat_on_servers_with_and_without_the_plugin(model: str, tmp_path: Pat
     for run in by_arm.values():
         assert run["messages"] == len(run["rows"]) >= 5
         assert 0.1 < run["hit_rate"] < 1, "later turns find what earlier ones computed"
-    counters = by_arm["hints"]["counters"]
-    assert "vllm:kvpolicy_invalid_marks_total" not in counters
-    assert counters["vllm:kvpolicy_hinted_blocks_total"] > 10, "windows were held, and let go when their talk was over"
+    assert "vllm:kvpolicy_invalid_marks_total" not in by_arm["hints"]["counters"]
+    assert fetch(url).total(f"{OURS}hinted_blocks_total", **held) - before > 10, "windows were held"
 
 
 @pytest.mark.usefixtures("small_machine")
@@ -98,9 +100,10 @@ def test_a_warmed_prefix_outlasts_what_others_ask_for(servers: Servers, model: s
         return held, now.total("vllm:external_prefix_cache_hits_total")
 
     before = counted()
-    assert warm(url, prefix).found_before == 0
+    first = warm(url, prefix)
     warmed = counted()
-    assert warmed[0] - before[0] >= 5, "blocks of 32 tokens"
+    assert first.found_before == 0 and first.has_plugin and "nothing is pinned" not in first.text()
+    assert first.held_blocks == warmed[0] - before[0] >= 5, "blocks of 32 tokens"
     rng = random.Random(1)
     for _ in range(20):
         asked = {"model": "small", "prompt": rng.choices(range(300, 2000), k=400), "max_tokens": 1}
