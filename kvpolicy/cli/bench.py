@@ -110,7 +110,7 @@ def warm(
 
 
 def _bench(out: Path, load: Load, at: BenchTarget) -> Any:
-    with _interrupted_by_sigterm():
+    with _interrupted_by_signals():
         report = integrations.bench(out, load, at)
     if find_spec("matplotlib") and find_spec("jinja2"):
         kvpolicy.report([out], out / "bench.html")
@@ -118,8 +118,9 @@ def _bench(out: Path, load: Load, at: BenchTarget) -> Any:
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """End by SIGTERM as by Control-C: control files are put back, and servers that were started are ended."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """End by SIGTERM, and by SIGHUP where a terminal goes away, as by Control-C: control files are put back, and
+    servers that were started are ended. One that is ignored stays so, as SIGHUP under nohup."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         by_key = signal.getsignal(signal.SIGINT)  # asyncio's own inside a run, which cancels it
@@ -127,11 +128,13 @@ def _interrupted_by_sigterm() -> Iterator[None]:
             raise KeyboardInterrupt
         by_key(signal.SIGINT, frame)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    heeded = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = [signal.signal(one, interrupt) for one in heeded]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in zip(heeded, before, strict=True):
+            signal.signal(one, handler)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,12 +245,13 @@ def test_the_file_belongs_to_whom_it_belonged(server: tuple[Controlled, str], th
 
 
 @pytest.mark.parametrize("former", [None, '{"order": "urgent"}\n'])
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_bench_that_is_killed_leaves_no_arm_in_the_file(
     server: tuple[Controlled, str], by: signal.Signals, former: str | None, tmp_path: Path
 ) -> None:
-    """By SIGTERM it puts the file back itself; after SIGKILL, which it does not see, as soon as it is called again,
-    before the server measures anything: otherwise the other arm would be served by this one's order, too."""
+    """By SIGTERM, or SIGHUP, it puts the file back itself; after SIGKILL, which it does not see, as soon as it is
+    called again, before the server measures anything: otherwise the other arm would be served by this one's order,
+    too."""
     controlled, url = server
     file, out = controlled.control, tmp_path / "out"
     if former is not None:
@@ -268,8 +268,12 @@ def test_a_bench_that_is_killed_leaves_no_arm_in_the_file(
             killed.wait(60)
 
     controlled.looked = wait_in_a_run
-    # Where the tests themselves run in a shell's background, what they start ignores Control-C.
-    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+
+    def heed() -> None:
+        """Where the tests themselves run in a shell's background, or under nohup, what they start ignores these."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
         assert in_a_run.wait(60)
@@ -281,7 +285,7 @@ def test_a_bench_that_is_killed_leaves_no_arm_in_the_file(
     assert process.returncode, errors
     assert "Traceback" not in errors
     left = file.read_text() if file.exists() else None
-    assert left == (former if by == signal.SIGTERM else '{"order": "las"}')
+    assert left == (former if by != signal.SIGKILL else '{"order": "las"}')
     again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert again.returncode == 0, again.stderr
     assert ("has again what it had" in again.stderr) == (by == signal.SIGKILL)
