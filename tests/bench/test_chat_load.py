@@ -102,6 +102,33 @@ def test_nobody_sends_a_message_after_the_seconds_of_a_run(think_s: float, sent:
     assert run.first_idle_s == 10.0 * len(sent)
 
 
+class Unread(Counting):
+    """Its counters cannot be read at these readings, counted from 1."""
+
+    def __init__(self, *missed: int) -> None:
+        super().__init__()
+        self.missed, self.readings = missed, 0
+
+    async def counters(self) -> dict[str, float]:
+        self.readings += 1
+        if self.readings in self.missed:
+            raise InputError("/metrics cannot be read")
+        return await super().counters()
+
+
+def test_a_reading_that_fails_ends_no_others() -> None:
+    """But for the first one, which growth is taken from."""
+    talks = [talk("a", *[(5, 2)] * 20)]
+    with patch("asyncio.sleep", lambda seconds, sleep=asyncio.sleep: sleep(0)):
+        run = chatted(server := Unread(2, 4), talks, 1)
+        with pytest.raises(InputError, match="cannot be read"):
+            chatted(Unread(1), talks, 1)
+    assert run.missed_readings == 2 and len(run.samples) == server.readings - 2 > 10
+    assert [counters["vllm:prefix_cache_queries_total"] for _, counters in run.samples[::len(run.samples) - 1]] == [
+        0.0, 20.0
+    ]  # fmt: skip
+
+
 def test_hints_say_whose_window_it_is_what_is_shared_and_nothing_that_is_known_later_alone() -> None:
     server = Counting()
     chatted(server, [talk("a", (5, 2), (5, 2), is_prefixed=True), talk("b", (5, 2))], 1, hints=True)

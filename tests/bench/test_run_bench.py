@@ -25,7 +25,7 @@ from kvpolicy.stats import student_ratio
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import WorkloadError
 from kvpolicy_vllm import launch
-from kvpolicy_vllm.bench import live_arms, run_bench
+from kvpolicy_vllm.bench import chat_load, live_arms, run_bench
 from kvpolicy_vllm.bench.load_report import LoadReport
 from tests.bench.live_http import Small, serving
 
@@ -196,6 +196,16 @@ def test_errors_are_counted_by_name_and_arm(two: tuple[Small, Small, BenchTarget
     found = run_bench.bench(tmp_path, ANALYTICS, at)
     assert found.errors() == {"first: HTTP 503: the pool is full": 1, "first: the stream broke off": 1}
     assert not found.ok and "errors: 1 x first: HTTP 503: the pool is full" in found.text()
+
+
+def test_readings_of_metrics_that_fail_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_load, "SAMPLE_S", 0.0)
+    load = replace(CHAT, prefixed=(0.0,), rounds=1)
+    with serving(Small(unread=(2, 3))) as url:
+        found = run_bench.bench(tmp_path / "some", load, BenchTarget(url))
+        whole = run_bench.bench(tmp_path / "none", load, BenchTarget(url))
+    assert [run["missed_readings"] for run in found.results["runs"]] == [2] and found.ok
+    assert "missed: 2 readings of the servers' metrics failed" in found.text() and "missed" not in whole.text()
 
 
 def test_tokens_that_differ_are_counted_with_how_close_it_was(

@@ -168,6 +168,8 @@ class ChatRun:
     """The server's counters, by seconds since the begin."""
     first_idle_s: float | None = None
     """When the first chatter found no conversation left, or the time of the run was over, since the begin."""
+    missed_readings: int = 0
+    """Of the counters, during the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +188,12 @@ class Chat:
     progress: Callable[[], None] = lambda: None
 
     async def run(self, conversations: Sequence[Conversation], chatters: int) -> ChatRun:
-        """Deal the conversations to so many chatters, in their order, until all are over, or the load's seconds are."""
-        run = ChatRun(self.clock())
+        """Deal the conversations to so many chatters, in their order, until all are over, or the load's seconds are.
+
+        Raises InputError where the counters cannot be read at the begin or at the end, between which growth is taken.
+        """
+        before = await self.server.counters()
+        run = ChatRun(self.clock(), samples=[(0.0, before)])
         waiting = deque(conversations)
         sampling = asyncio.create_task(self._sample(run))
         try:
@@ -200,8 +206,11 @@ class Chat:
 
     async def _sample(self, run: ChatRun) -> None:
         while True:
-            run.samples.append((self.clock() - run.begin_s, await self.server.counters()))
             await asyncio.sleep(SAMPLE_S)
+            try:
+                run.samples.append((self.clock() - run.begin_s, await self.server.counters()))
+            except InputError:
+                run.missed_readings += 1
 
     async def _chatter(self, name: str, waiting: deque[Conversation], run: ChatRun) -> None:
         while waiting and self._left_s(run) > 0:

@@ -283,6 +283,8 @@ class LoadReport:
         if len(self.arms) > 1:
             where = "" if gap is None else f", the two best log-probabilities there at most {gap:.2g} apart"
             yield f"tokens: {tokens} compared with those of {self.arms[0]}, {different} conversations differ{where}"
+        if missed := sum(run.get("missed_readings", 0) for run in self.results["runs"]):
+            yield f"missed: {missed} readings of the servers' metrics failed, which hit rates over the run's time lack"
         for reason, count in self.errors().items():
             yield f"errors: {count} x {reason}"
         yield f"written to {self.path}"

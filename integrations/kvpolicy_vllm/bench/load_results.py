@@ -63,6 +63,7 @@ def chat_figures(run: ChatRun) -> dict[str, Any]:
         "counters": _grown(first, last),
         "price_ratio": lost_price_ratio(_grown(first, last)),
         "errors": _errors(message.answer for message in run.messages),
+        "missed_readings": run.missed_readings,
         "rows": rows,
     }
 
