@@ -9,7 +9,7 @@ import pytest
 
 from kvpolicy import __version__
 from kvpolicy.errors import InputError
-from kvpolicy.settings import BenchTarget, RateLoad
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, RateLoad
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import run_bench
 from kvpolicy_vllm.bench.resumed_inputs import digests, versions
@@ -32,6 +32,53 @@ def test_a_cost_model_is_told_apart_by_what_its_folder_holds(tmp_path: Path) -> 
     (model / "card.json").write_text("2")
     assert digests(None, commands) != before
     assert digests("sharegpt-8k?n=5", commands[:1]) == {}, "nothing is read for it"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--chat-template", "{% for message in messages %}{{ message }}{% endfor %}"],
+        ["--kv-transfer-config", "{no JSON"], ["--kv-transfer-config", '{"kv_connector_extra_config": null}'],
+        ["--kv-transfer-config", "[]"], ["--kv-transfer-config"],
+    ],
+)  # fmt: skip
+def test_what_only_begins_as_the_plugins_flag_names_no_cost_model(flags: list[str], tmp_path: Path) -> None:
+    """Also before the plugin's own flag."""
+    assert digests(None, [["vllm", "serve", "LLM", *flags]]) == {}
+    config = json.dumps({"kv_connector_extra_config": {"policy": f"cheapest:{tmp_path}"}})
+    if flags[0] == "--chat-template":
+        assert [*digests(None, [[*flags, "--kv-transfer-config", config]])] == [str(tmp_path)]
+
+
+def test_a_model_is_told_apart_by_its_weights(tmp_path: Path) -> None:
+    """One at a hub, and a folder without weights, by its name alone."""
+    (tmp_path / "config.json").write_text("{}")
+    assert digests(None, [], str(tmp_path)) == digests(None, [], "org/llm") == {}
+    (tmp_path / "model.safetensors").write_bytes(b"some")
+    before = digests(None, [], str(tmp_path))
+    assert [*before] == [str(tmp_path)] and digests(None, [], str(tmp_path)) == before
+    (tmp_path / "model.safetensors").write_bytes(b"others")
+    assert digests(None, [], str(tmp_path)) != before
+
+
+def test_a_bench_is_not_resumed_with_a_model_whose_weights_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    out, llm = tmp_path / "out", tmp_path / "llm"
+    llm.mkdir()
+    load, at = AnalyticsLoad(rounds=1, price_ratio=False), BenchTarget(str(llm), ("vllm",))
+
+    def interrupted(*_: object) -> None:
+        raise InputError("interrupted")
+
+    monkeypatch.setattr(run_bench.Driver, "serve", interrupted)
+    (out / "runs").mkdir(parents=True)
+    for weights, why in ((b"some", "interrupted"), (b"others", r"has a bench with other settings \(files\)")):
+        (llm / "model.safetensors").write_bytes(weights)
+        with pytest.raises(InputError, match=why):
+            run_bench.bench(out, load, at)
+        (out / "runs" / "round-000.json").touch()
 
 
 def test_a_bench_is_not_resumed_with_a_workload_that_changed(tmp_path: Path) -> None:

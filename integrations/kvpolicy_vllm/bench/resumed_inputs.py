@@ -9,9 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from kvpolicy import __version__
+from kvpolicy.errors import InputError
+from kvpolicy.tiers import weights_digest
 from kvpolicy.workload.join_text import files_of
 from kvpolicy_vllm import launch
 
@@ -21,20 +25,30 @@ def versions() -> dict[str, str]:
     return {"kvpolicy": __version__, "vllm": launch.vllm_version()}
 
 
-def digests(workload: str | None, commands: Iterable[Sequence[str]]) -> dict[str, str]:
-    """SHA-256, by path, of the files of a workload and of the cost models with which servers are started: by its name
-    alone a file that has changed is the same."""
+def digests(workload: str | None, commands: Iterable[Sequence[str]], llm: str = "") -> dict[str, str]:
+    """By path, digests of the files of a workload, and of the folders of cost models with which servers are started and
+    of the model that they serve: by its name alone a file that has changed is the same.
+
+    Of the model's weights, which may be large, samples are read, with the time of their last change. A model at a hub
+    has no digest, and neither has a folder without weights.
+    """
     folders = {Path(name) for command in commands if (name := _cost_model(command))}
     paths = [*files_of(workload or ""), *sorted(folder for folder in folders if folder.is_dir())]
-    return {str(path): _digest(path) for path in paths}
+    found = {str(path): _digest(path) for path in paths}
+    if llm and Path(llm).is_dir():
+        with suppress(InputError):
+            found[llm] = weights_digest(Path(llm))
+    return found
 
 
 def _cost_model(command: Sequence[str]) -> str:
-    """What the policy of a server names, which may be a folder; empty where it has none."""
-    for word in command:
-        if word.startswith("{"):
-            policy = json.loads(word).get("kv_connector_extra_config", {}).get("policy", "")
-            return str(policy).partition(":")[2].partition(",")[0]
+    """What the policy of a server names, which may be a folder; empty where it has none, or vLLM's flag is another
+    one than kvpolicy writes."""
+    for flag, value in pairwise(command):
+        if flag == launch.TRANSFER:
+            with suppress(ValueError, AttributeError):
+                policy = json.loads(value).get("kv_connector_extra_config", {}).get("policy", "")
+                return str(policy).partition(":")[2].partition(",")[0]
     return ""
 
 

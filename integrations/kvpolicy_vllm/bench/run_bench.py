@@ -84,7 +84,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     refuse_hinting(kind, arms)
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
-            "files": digests(getattr(load, "workload", None), [arm.command for arm in arms]),
+            "files": digests(workload, [arm.command for arm in arms], "" if at.is_url else at.target),
             "rounds_per_start": at.rounds_per_start}  # fmt: skip
     runs = out / "runs"
     if asyncio.run(put_back(out / SWITCHED)):
