@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +40,29 @@ def test_the_target_is_met_where_the_page_says_so() -> None:
     bar = OWN_TIME["settings"]["bar"]
     missed = {(row["model"], kind_of(row)) for row in OWN_TIME["rows"] if row["share"] > bar}
     assert missed == {("llama-26m", "files below host memory"), ("llama-26m", "hints")}
-    words = "is met by the mean with 103 million parameters and, with host memory alone, with 26 million; with files"
-    assert words in said("bench.md") and OWN_TIME["settings"]["clock"] == "wall"
+    assert OWN_TIME["settings"]["clock"] == "wall"
+    unsure = [row for row in OWN_TIME["rows"] if row["share"] <= bar < row["high"]]
+    assert {(row["model"], kind_of(row)) for row in unsure} == {("llama-26m", "host memory alone")}
+    words = "is met with 103 million parameters. With 26 million and host memory alone it is met by the mean, but"
+    assert words in said("bench.md")
+    ends = " and ".join(f"{row['high']:.2%}" for row in sorted(unsure, key=lambda row: int(row["prefix_tokens"])))
+    words = f"by the mean alone with 26 million and host memory alone, whose intervals reach {ends};"
+    assert f"met with 103 million parameters; {words} **missed**" in said("results.md")
+
+
+def test_the_plugins_own_time_is_said_to_be_without_its_threads() -> None:
+    assert "What threads beside the step take is not in it: those that write and read files" in said("bench.md")
+
+
+def test_the_faults_that_are_said_to_cost_no_token_are_those_of_recorded_tests() -> None:
+    row = next(line for line in (DOCS / "results.md").read_text().splitlines() if line.startswith("| tokens and what"))
+    files = re.findall(r"`(tests/vllm/\w+\.py)`", row)
+    records = [one for one in json.loads((DOCS / "features.json").read_text()) if one["version"] == "0.32"]
+    assert len(files) == 3
+    for file in files:
+        assert any(one["passed"] for one in records if one["test"].startswith(f"{file}::")), file
+    drawn = {len(one["passed"]) for one in records if "nothing_wrong_is_found" in one["test"]}
+    assert drawn == {60} and "sixty drawn schedules" in row
 
 
 @pytest.mark.parametrize("threads", [4, 2])
