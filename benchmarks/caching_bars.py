@@ -8,15 +8,16 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import ceil, exp, floor, fsum, log
 from statistics import fmean
+
+from kvpolicy.stats import RESAMPLES, widened_tail
 
 RIVALS = ("lru", "arc", "s3fifo")
 ROOM, MIN_GAIN, MIN_OF_BEST = 1.3, 1.10, 0.97
 TARGET = ("mooncake_", "agentic_")
 """How the names of the traces begin that the bars are of; others stand beside them."""
 TARGET_NAME = "Mooncake and agentic sessions"
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +69,26 @@ def gap_share(rows: Sequence[Row]) -> float:
 
 def gain_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
     """95% bootstrap interval of :func:`mean_gain`: draws of each trace are drawn again, with all of their rows. None
-    where no trace has several."""
-    of_trace: dict[str, dict[str, list[Row]]] = {}
+    where no trace has several.
+
+    As wide as that of :func:`kvpolicy.stats.bootstrap_ratio` over so few draws as the trace has that has the fewest, of
+    those with several. Only what is drawn varies: the parts of a trace say nothing of other traces.
+    """
+    of_trace: dict[str, dict[str, list[float]]] = {}
     for one in rows:
-        of_trace.setdefault(one.trace, {}).setdefault(one.draw, []).append(one)
-    if all(len(draws) < 2 for draws in of_trace.values()):
+        of_trace.setdefault(one.trace, {}).setdefault(one.draw, []).append(log(one.gain("cost")))
+    fewest = min((len(draws) for draws in of_trace.values() if len(draws) > 1), default=0)
+    if not fewest:
         return None
     rng = random.Random(0)
+    traces = [[(fsum(logs), len(logs)) for logs in draws.values()] for draws in of_trace.values()]
     means = []
     for _ in range(RESAMPLES):
-        drawn = [rng.choices([*draws.values()], k=len(draws)) for draws in of_trace.values()]
-        means.append(mean_gain([one for draws in drawn for draw in draws for one in draw]))
+        drawn = [draw for draws in traces for draw in rng.choices(draws, k=len(draws))]
+        means.append(fsum(total for total, _ in drawn) / sum(count for _, count in drawn))
     means.sort()
-    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
+    tail = widened_tail(fewest)
+    return exp(means[floor(tail * RESAMPLES)]), exp(means[ceil((1 - tail) * RESAMPLES) - 1])
 
 
 def bars(rows: Sequence[Row]) -> list[str]:

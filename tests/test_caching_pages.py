@@ -4,6 +4,7 @@ it names."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -78,6 +79,27 @@ def test_the_raw_numbers_are_those_of_both_runs_of_every_trace() -> None:
     settings = [held[name]["settings"] for name in ("judged", "held-out")]
     assert [one.pop("parts") for one in settings] == [1, 4] and settings[0] == settings[1]
     assert settings[0]["cost_model"] is None and set(settings[0]["versions"]) == {"kvpolicy", "python", "numpy"}
+
+
+def test_the_parts_of_traces_are_named() -> None:
+    text = TABLES.POLICIES_PAGE.read_text()
+    for name in {row["trace"] for some in raw().policies.values() for row in some["rows"]}:
+        assert f"| {TABLES.title(name)} | `{name}` |" in text
+
+
+@pytest.mark.parametrize(("script", "page"), zip(("caching_policies", "caching_study"), PAGES, strict=True))
+def test_what_the_folder_of_data_must_hold_is_said(script: str, page: Path) -> None:
+    source = (ROOT / "benchmarks" / f"{script}.py").read_text()
+    needed = set(re.findall(r"\b((?:traces|lengths)/[\w*]+\.(?:jsonl|csv)\.gz)", source))
+    assert len(needed) == 3
+    for name in needed:
+        assert f"`{name}`" in page.read_text(), name
+
+
+def test_the_interval_at_a_glance_is_that_of_the_page() -> None:
+    named = BARS.with_room(BARS.of_target(raw().rows("held-out")))
+    said = f"held out {TABLES.gain_text(named)}, {BARS.gap_share(named):.0%} |"
+    assert said in (ROOT / "docs" / "results.md").read_text()
 
 
 def test_the_raw_numbers_of_the_study_have_what_its_tables_show() -> None:
@@ -162,7 +184,11 @@ def test_an_interval_over_draws_takes_several_of_a_trace() -> None:
     rows = [row("mooncake_a", f"part {part} of 4", cost=0.2 + part / 100) for part in (1, 2, 3, 4)]
     assert BARS.gain_interval(rows[:1]) is None and "over draws" not in BARS.bars(rows[:1])[0]
     low, high = BARS.gain_interval(rows)
-    assert 1.05 <= low < BARS.mean_gain(rows) < high <= 1.2
+    assert (low, high) == pytest.approx((1.05, 1.2)), "of four draws all: that they vary so little is an accident"
+    many = [row("mooncake_a", f"part {part} of 40", cost=0.2 + (part % 4 + 1) / 100) for part in range(40)]
+    low, high = BARS.gain_interval([*many, row("agentic_a", cost=0.2)])
+    assert 1.09 < low < BARS.mean_gain(many) < high < 1.15, "nor does a trace with one draw make it wider"
+    low, high = BARS.gain_interval(rows)
     assert f"{low:.3f} to {high:.3f} over draws" in BARS.bars(rows)[0]
 
 
