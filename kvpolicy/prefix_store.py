@@ -68,7 +68,10 @@ class Warmed:
         if not self.has_plugin:
             lines.append("nothing is pinned: the server shows no counter of kvpolicy's, and vLLM alone heeds no hint")
         elif self.held_blocks <= 0:
-            lines.append("nothing is pinned: no block is held back from eviction; see the server's --cache and --hints")
+            lines.append(
+                "no further block is held back from eviction: it was pinned for longer before, or see the server's "
+                "--cache and --hints"
+            )
         if self.refused:
             lines.append(f"{self.refused:g} marks were refused or cut: see the server's --hints and --classes")
         lines += [f"  {name.removeprefix('vllm:')}: {value:g}" for name, value in self.grown.items()]

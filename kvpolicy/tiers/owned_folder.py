@@ -96,10 +96,8 @@ class OwnedFolder:
         finally:
             os.close(outer)
         try:
-            for wanted in (
-                *(() if number is None else (number,)),
-                *(other for other in range(MAX_PROCESSES) if other != number),
-            ):
+            first = () if number is None else (number,)
+            for wanted in (*first, *(other for other in range(MAX_PROCESSES) if other != number)):
                 owned = cls._try_claim(directory / digest / str(wanted), inner)
                 if owned is not None:
                     try:

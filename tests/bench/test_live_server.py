@@ -74,8 +74,9 @@ def test_a_server_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: p
 
 def test_a_second_interrupt_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one has the bench end its server, which takes its time; the next one comes meanwhile."""
-    monkeypatch.setattr(live_server, "_answers", lambda url: True)
-    server = LiveServer(["/bin/sh", "-c", "trap '' TERM; while :; do sleep 0.1; done", "--"], tmp_path / "log")
+    monkeypatch.setattr(live_server, "_answers", lambda url: (tmp_path / "up").exists())
+    deaf = f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
+    server = LiveServer(["/bin/sh", "-c", deaf, "--"], tmp_path / "log")
     server.__enter__()
     process = server._process
     assert process is not None

@@ -66,7 +66,7 @@ def test_windows_are_in_use_from_the_first_message_of_a_conversation_to_its_last
     messages = [
         Message("a", 0, 100, Answer(10.0, 1.0, 5.0, (1,) * 20)),
         Message("a", 1, 150, Answer(30.0, 1.0, 30.0, (1,) * 30)),
-        Message("b", 0, 400, Answer(20.0, 1.0, 5.0, (1,) * 8)),
+        Message("b", 0, 400, Answer(20.0, 1.0, 5.0, (1,) * 8), goes_on=True),
         Message("b", 1, 900, Answer(40.0, None, 1.0, (), "HTTP 503: full")),
         Message("c", 0, 200, Answer(30.0, 1.0, 5.0, (1,) * 5), goes_on=True),
     ]

@@ -21,7 +21,7 @@ from kvpolicy.stats import Ratio, known_ratio, unit_of
 from kvpolicy_vllm.bench.rate_sweep import sustained
 from kvpolicy_vllm.bench.recorded_prices import sentence
 
-WIDTH = 180
+WIDTH = 192
 FIFTHS = 5
 """Parts of a run's time by which hit rates are in a table."""
 COLUMNS: Mapping[str, Sequence[tuple[str, str, str]]] = {

@@ -88,14 +88,16 @@ def later_messages(rows: Iterable[Mapping[str, Any]]) -> Iterator[float]:
             yield message["window_tokens"] - before["window_tokens"] - len(before["token_ids"])
 
 
-def open_tokens(rows: Iterable[Mapping[str, Any]], until_s: float) -> float | None:
+def open_tokens(rows: Sequence[Mapping[str, Any]], until_s: float) -> float | None:
     """Tokens of the windows that are in use, on average over a chat up to ``until_s``: those of conversations between
     their first message and their last answer, with what was answered so far. A person between two conversations has
     none; that a conversation was to go on after the run, earlier versions did not write."""
     token_s = 0.0
+    given_up = {row["conversation"] for row in rows if row["error"]}
     for messages in _by_conversation(rows):
         last = messages[-1]
-        end_s = until_s if last.get("goes_on") else last["sent_s"] + last["e2e_s"]
+        goes_on = last.get("goes_on") and last["conversation"] not in given_up
+        end_s = until_s if goes_on else last["sent_s"] + last["e2e_s"]
         ends_s = [*(after["sent_s"] for after in messages[1:]), end_s]
         for message, end_s in zip(messages, ends_s, strict=True):
             seconds = min(end_s, until_s) - min(message["sent_s"], until_s)
