@@ -87,7 +87,7 @@ def test_the_parts_of_traces_are_named() -> None:
         assert f"| {TABLES.title(name)} | `{name}` |" in text
 
 
-@pytest.mark.parametrize(("script", "page"), zip(("caching_policies", "caching_study"), PAGES, strict=True))
+@pytest.mark.parametrize(("script", "page"), [*zip(("caching_policies", "caching_study"), PAGES, strict=True)])
 def test_what_the_folder_of_data_must_hold_is_said(script: str, page: Path) -> None:
     source = (ROOT / "benchmarks" / f"{script}.py").read_text()
     needed = set(re.findall(r"\b((?:traces|lengths)/[\w*]+\.(?:jsonl|csv)\.gz)", source))

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvpolicy_vllm.plugin import connector
+from kvpolicy_vllm.plugin.boot_ids import NOTED
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector, cores_here, pools, refuse_several_machines
 from kvpolicy_vllm.plugin.copiers.base import Finished
 from kvpolicy_vllm.plugin.forward_timer import ForwardTimer
-from kvpolicy_vllm.plugin.machine import NOTED
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine

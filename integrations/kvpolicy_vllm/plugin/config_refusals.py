@@ -17,6 +17,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy import policy as policies
 from kvpolicy.caching import spec as caching
+from kvpolicy_vllm.plugin.boot_ids import note_machine
 from kvpolicy_vllm.plugin.connector_list import configured, connectors_beside, own_settings, problem_of
 from kvpolicy_vllm.plugin.engine_config import refuse_other_model
 from kvpolicy_vllm.plugin.file_namespace import refuse_unnameable
@@ -28,7 +29,6 @@ from kvpolicy_vllm.plugin.layer_refusals import (
     refuse_layout,
     refuse_overwritten,
 )
-from kvpolicy_vllm.plugin.machine import note_machine
 from kvpolicy_vllm.plugin.order_limits import drafts_beside, loads_beside, order_of, ranks_itself, refuse_ranking
 from kvpolicy_vllm.plugin.prompt_room import longer_than_a_step
 from kvpolicy_vllm.plugin.served_weights import note_weights

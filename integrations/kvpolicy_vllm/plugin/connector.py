@@ -24,6 +24,7 @@ from kvpolicy.request_marks import HintLimits
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import FileTier
 from kvpolicy_vllm.plugin.assembly import controller_for
+from kvpolicy_vllm.plugin.boot_ids import boot_id, noted_machine
 from kvpolicy_vllm.plugin.config_refusals import SEVERAL_NODES, refuse_unsupported
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
@@ -31,7 +32,6 @@ from kvpolicy_vllm.plugin.copiers.pool_of_ranks import SharedPool
 from kvpolicy_vllm.plugin.file_namespace import namespace_of, orders_in_memory, refuse_unnameable
 from kvpolicy_vllm.plugin.forward_timer import ForwardTimer
 from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_replicated, says_where_layers_lie, segments_of_layers
-from kvpolicy_vllm.plugin.machine import boot_id, noted_machine
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.rank_files import RankFiles

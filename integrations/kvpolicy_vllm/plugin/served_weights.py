@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import weights_digest, weights_stamp
-from kvpolicy_vllm.plugin.machine import boot_id
+from kvpolicy_vllm.plugin.boot_ids import boot_id
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

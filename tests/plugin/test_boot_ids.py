@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpolicy_vllm.plugin import machine
-from kvpolicy_vllm.plugin.machine import boot_id, note_machine, noted_machine
+from kvpolicy_vllm.plugin import boot_ids as machine
+from kvpolicy_vllm.plugin.boot_ids import boot_id, note_machine, noted_machine
 
 
 def configured(use_ray: bool, cores_by: str = "mp") -> Any:
