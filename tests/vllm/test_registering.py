@@ -256,9 +256,10 @@ def test_files_let_go_of_the_host_pool_before_there_is_another_one(
     kv = caches(100.0)
     connector.register_kv_caches(kv)
     assert found == [None] * len(before) and len(found) > 1, "two host pools at once"
+    reports = [*connector.build_connector_worker_meta().files]  # a load is asked for when the store is known
     step(connector, 1, file_loads=(FileJob(2, (b"a",), (5,)),))
     connector.files._tier.wait_idle()
-    reports = connector.build_connector_worker_meta().files
+    reports += connector.build_connector_worker_meta().files
     assert [(report.number, report.failed) for report in reports if report.number] == [(1, ()), (2, ())]
     assert step(connector, 2, loads=(Job(2, "a", (6,), (5,)),)) == ({"a"}, 0)
     assert kv["one"][6, 0, 0, 0] == 3.0
