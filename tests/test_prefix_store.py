@@ -31,8 +31,12 @@ def test_a_prompt_is_stored_and_pinned() -> None:
     ("server", "held", "why"),
     [
         (Small(has_plugin=False), 0, ["nothing is pinned: the server shows no counter of kvpolicy's"]),
-        (Small(), 0, ["no further block is held back from eviction"]),
-        (Small(hinted={"refused": 3}), 0, ["no further block is held back from eviction"]),
+        (Small(), 0, ["no further block is held back from eviction: it was pinned for longer before"]),
+        (
+            Small(hinted={"refused": 3}),
+            0,
+            ["no further block is held back from eviction: it was pinned for longer before"],
+        ),
         (Small(hinted={"held": 2, "refused": 1}), 2, []),
     ],
     ids=["vLLM alone", "no cache", "refused", "held"],
