@@ -134,7 +134,9 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     assert f"vLLM alone finished {carried:.3f} messages per second, and with them {served:.3f}" in page
     assert f"a load of {served / carried:.0%}" in page and f"load {served / carried:.0%}, p / d " in shown
     assert f"p / d {chat['prices']['price_ratio']:.3f}," in shown
+    ordered = RAW["chat-mlfq"]["compared"]
     assert f"gave the same {chat['compared']['tokens']:,} tokens" in page and not chat["compared"]["different"]
+    assert f"with the order {ordered['tokens']:,} were those of vLLM" in page and not ordered["different"]
     begun = sum(run["begun"] for run in chat["runs"]) / sum(run["messages"] for run in chat["runs"])
     assert f"{begun:.0%} of the messages begin a conversation" in page
     assert "{} and {} in the two rounds".format(*parts_of("chat")) in page
