@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, exp, floor, fsum, log
+from math import exp, fsum, log, sqrt
 from statistics import fmean
 
-from kvpolicy.stats import RESAMPLES, widened_tail
+from scipy.special import stdtrit
 
 RIVALS = ("lru", "arc", "s3fifo")
 ROOM, MIN_GAIN, MIN_OF_BEST = 1.3, 1.10, 0.97
@@ -68,27 +67,32 @@ def gap_share(rows: Sequence[Row]) -> float:
 
 
 def gain_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """95% bootstrap interval of :func:`mean_gain`: draws of each trace are drawn again, with all of their rows. None
-    where no trace has several.
+    """95% interval of :func:`mean_gain` over draws of the traces, each with all of its rows; None where no trace has
+    several.
 
-    As wide as that of :func:`kvpolicy.stats.bootstrap_ratio` over so few draws as the trace has that has the fewest, of
-    those with several. Only what is drawn varies: the parts of a trace say nothing of other traces.
+    Student's, of a mean of several samples: the variance of each trace's draws, which are as many as they are, and
+    degrees of freedom by Welch and Satterthwaite. A bootstrap of four draws ends at the least and the largest of them.
+    Only what is drawn varies: the parts of a trace say nothing of other traces.
     """
     of_trace: dict[str, dict[str, list[float]]] = {}
     for one in rows:
         of_trace.setdefault(one.trace, {}).setdefault(one.draw, []).append(log(one.gain("cost")))
-    fewest = min((len(draws) for draws in of_trace.values() if len(draws) > 1), default=0)
-    if not fewest:
+    variances = [(_variance([*draws.values()]), len(draws) - 1) for draws in of_trace.values() if len(draws) > 1]
+    whole = fsum(variance for variance, _ in variances)
+    if not variances:
         return None
-    rng = random.Random(0)
-    traces = [[(fsum(logs), len(logs)) for logs in draws.values()] for draws in of_trace.values()]
-    means = []
-    for _ in range(RESAMPLES):
-        drawn = [draw for draws in traces for draw in rng.choices(draws, k=len(draws))]
-        means.append(fsum(total for total, _ in drawn) / sum(count for _, count in drawn))
-    means.sort()
-    tail = widened_tail(fewest)
-    return exp(means[floor(tail * RESAMPLES)]), exp(means[ceil((1 - tail) * RESAMPLES) - 1])
+    freedom = whole**2 / fsum(variance**2 / degrees for variance, degrees in variances) if whole else 1.0
+    half = float(stdtrit(freedom, 0.975)) * sqrt(whole) / len(rows)
+    middle = log(mean_gain(rows))
+    return exp(middle - half), exp(middle + half)
+
+
+def _variance(draws: Sequence[Sequence[float]]) -> float:
+    """Of the sum of all logs of a trace, draws of which may have fewer rows than others: by what each draw's sum is off
+    the trace's mean times its rows."""
+    mean = fmean(value for draw in draws for value in draw)
+    off = fsum((fsum(draw) - mean * len(draw)) ** 2 for draw in draws)
+    return off * len(draws) / (len(draws) - 1)
 
 
 def bars(rows: Sequence[Row]) -> list[str]:

@@ -20,7 +20,7 @@ Printed: the share of the seconds that ``lru`` saves, and what the others save o
 saves, the better of Belady's rule and the same by price. That is a reference and no limit.
 
 Exits 1 where a bar is missed: where hindsight saves at least 1.3 times what ``lru`` does, ``cost`` saves at least 1.10
-times (geometric mean, with a bootstrap interval over draws: seeds and parts, with all of their capacities); nowhere
+times (geometric mean, with an interval over draws: seeds and parts, with all of their capacities); nowhere
 less than 0.97 of the best of ``lru``, ``arc`` and ``s3fifo``. The bars are of Mooncake's traces and agentic sessions;
 the same figures over all rows, ShareGPT's among them, are printed beside theirs, and judged as well.
 """

@@ -10,12 +10,14 @@ import sys
 from collections import Counter
 from functools import cache
 from importlib import import_module
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpolicy.json_values import rounded
+from kvpolicy.stats import student_interval
 from tests.test_environment import ROOT, tool
 
 SENTENCES = tool("caching_sentences")
@@ -183,8 +185,11 @@ def test_the_bars_are_of_the_traces_that_they_name() -> None:
 def test_an_interval_over_draws_takes_several_of_a_trace() -> None:
     rows = [row("mooncake_a", f"part {part} of 4", cost=0.2 + part / 100) for part in (1, 2, 3, 4)]
     assert BARS.gain_interval(rows[:1]) is None and "over draws" not in BARS.bars(rows[:1])[0]
-    low, high = BARS.gain_interval(rows)
-    assert (low, high) == pytest.approx((1.05, 1.2)), "of four draws all: that they vary so little is an accident"
+    of_one_trace = student_interval([log(one.gain("cost")) for one in rows])[1:]
+    assert BARS.gain_interval(rows) == pytest.approx([*map(exp, of_one_trace)]), "Student's, of one trace"
+    low, high = BARS.gain_interval([*rows, *(row("mooncake_b", f"part {part} of 2", cost=0.3) for part in (1, 2))])
+    narrower = (of_one_trace[1] - of_one_trace[0]) * 4 / 6
+    assert log(high / low) == pytest.approx(narrower), "draws that are alike add nothing to the variance of the sum"
     many = [row("mooncake_a", f"part {part} of 40", cost=0.2 + (part % 4 + 1) / 100) for part in range(40)]
     low, high = BARS.gain_interval([*many, row("agentic_a", cost=0.2)])
     assert 1.09 < low < BARS.mean_gain(many) < high < 1.15, "nor does a trace with one draw make it wider"

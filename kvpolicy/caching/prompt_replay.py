@@ -150,8 +150,11 @@ class _Foreseen:
         heappush(self._heap, (self.rank(position, later, number), -position, self._pushed, key, later))
 
     def rank(self, position: int, later: float, number: int) -> float:
-        """The block with the lowest goes first."""
-        return -later if self._price is None else -(later - number) / self._price(position)
+        """The block with the lowest goes first. By price it holds for this number of a prompt, and rises."""
+        if self._price is None:
+            return -later
+        price = self._price(position)
+        return -(later - number) / price if price else -inf
 
     def evict(self, protected: Collection[Key], number: int, newcomer: float) -> bool:
         """Give up a block; False where the newcomer, of that rank, would go before all others."""
@@ -162,6 +165,11 @@ class _Foreseen:
             key, later = entry[3], entry[4]
             if self._children.get(key) or self.next_of.get(key) != later:
                 continue
+            if self._price is not None:  # the time left has become shorter since: ranks only rise
+                rank = self.rank(-entry[1], later, number)
+                if rank > entry[0]:
+                    heappush(self._heap, (rank, *entry[1:]))
+                    continue
             if key in protected or entry[0] > newcomer:
                 passed_over.append(entry)
                 if entry[0] > newcomer:
