@@ -35,7 +35,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice, product
@@ -51,6 +51,7 @@ from kvpolicy.caching import Foreseen
 from kvpolicy.caching import spec as caching
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.order import Order
 from kvpolicy.simulator import Builtin, Summary
 from kvpolicy.simulator.builtin.blocks import shared_keys
 from kvpolicy.stats import student_ratio
@@ -62,9 +63,9 @@ from kvpolicy.workload import Faster, Hinting, Workload, at_rate, open_workload
 from kvpolicy.workload.session_hints import DEFAULT_KEEP_S, KINDS
 
 DEVICE, BLOCK, KV_BLOCKS = "H100-SXM", 64, 7000
-POLICY, NATIVE = "cheapest:analytic", "native"
+POLICY, NATIVE, FCFS = "cheapest:analytic", "native", "fcfs"
 POLICIES = ("lru", "lfu", "arc", "s3fifo", "cost")
-NONE, HINDSIGHT = "none", "hindsight"
+NONE, HINDSIGHT, NO_HINTS = "none", "hindsight", "none"
 CONTEXT = 131072
 FILES: Mapping[str, tuple[str, str]] = {
     "Mooncake, conversations": ("traces/mooncake_conversation*.jsonl.gz", "mooncake:{file}"),
@@ -79,17 +80,21 @@ FILES: Mapping[str, tuple[str, str]] = {
 REQUESTS = {"Mooncake, conversations": 1000, "agentic sessions": 400, "ShareGPT, conversations": 2000}
 RECORDED = {"Mooncake, conversations": 0.5}
 """Workloads that are recorded, whatever the seed, and their requests a second."""
-NO_HINTS = "none"
 
 
-def requests_of(data: Path, name: str, seed: int, count: int) -> Workload | None:
-    """``count`` requests of that draw; None where there is no file of them."""
+def requests_of(
+    data: Path, name: str, seed: int, count: int, hints: str = NO_HINTS, keep_s: float = DEFAULT_KEEP_S
+) -> Workload | None:
+    """``count`` requests of that draw; None where there is no file of them. Hints are those of the whole file, which
+    goes on where the run ends: no conversation is over because of that."""
     pattern, text = FILES[name]
     files = sorted(data.glob(pattern))
     if not files:
         return None
     first = seed * count if name in RECORDED else 0
     source = open_workload(text.format(file=files[0], seed=seed))
+    if hints != NO_HINTS:
+        source = Hinting(source, hints, keep_s)
     requests = tuple(islice(source, first, first + count))
     if len(requests) < count and first:
         raise SystemExit(
@@ -112,14 +117,16 @@ class Setting:
     policy: str = POLICY
     link: str = NATIVE
     load_share: float = 1.0
+    order: str | Order = FCFS
 
     def summary(self, work: Workload, cache: str) -> Summary:
         """The run with that cache, which is a caching policy, :data:`NONE` or :data:`HINDSIGHT`."""
         named = {NONE: caching.OFF, HINDSIGHT: "lru"}.get(cache, cache)
         file_gib = 0.0 if cache == NONE else self.file_gib
         serving = Serving(
-            block_size=BLOCK, host_gib=self.host_gib, host_cache=named, file_gib=file_gib, file_link=self.file_link
-        ).on(DEVICE)
+            block_size=BLOCK, host_gib=self.host_gib, host_cache=named, file_gib=file_gib, file_link=self.file_link,
+            order=self.order,
+        ).on(DEVICE)  # fmt: skip
         cell = Cell(work.name, self.policy, KV_BLOCKS, self.link, 0, f"{DEVICE}:{self.config}", serving=serving)
         machine = machine_of(cell)
         policy, _ = policy_of(cell)
@@ -135,7 +142,7 @@ class Setting:
     def at_load(self, work: Workload, load: float) -> Workload:
         """The requests at that share of the capacity, which is the same whatever decides and whatever the link."""
         together = tuple(replace(one, arrival_s=0.0, think_s=None) for one in work)
-        usual = replace(self, policy=POLICY, link=NATIVE, load_share=1.0)
+        usual = replace(self, policy=POLICY, link=NATIVE, load_share=1.0, order=FCFS)
         capacity = usual.summary(replace(work, requests=together), NONE).steady_tok_s
         offered = work.output_tokens / work.requests[-1].arrival_s
         return Workload(work.name, tuple(Faster(work, load * capacity / offered)), work.seed)
@@ -220,18 +227,20 @@ def row(arm: Arm, results: Results, seeds: Sequence[int]) -> list[str]:
 class Draw:
     """The requests of one seed at one load, made when they are first asked for."""
 
-    def __init__(self, work: Workload, load: float, setting: Setting, keep_s: float) -> None:
-        self._work, self._load, self._setting, self._keep_s = work, load, setting, keep_s
+    def __init__(self, work: Workload, load: float, setting: Setting, hinted: Callable[[str], Workload]) -> None:
+        """``hinted``: the same requests with hints of that kind, before they are made to come faster."""
+        self._work, self._load, self.setting, self._hinted = work, load, setting, hinted
 
     @cached_property
     def _arriving(self) -> Workload:
-        return self._setting.at_load(self._work, self._load) if self._load else self._work
+        return self.setting.at_load(self._work, self._load) if self._load else self._work
 
     def hinting(self, kind: str) -> Workload:
         work = self._arriving
         if kind == NO_HINTS:
             return work
-        return replace(work, requests=tuple(Hinting(work, kind, self._keep_s)))
+        pairs = zip(work, self._hinted(kind), strict=True)
+        return replace(work, requests=tuple(replace(one, hints=hinted.hints) for one, hinted in pairs))
 
 
 def arms(options: argparse.Namespace, name: str, load: float, host_gib: float, policy: str) -> Iterator[Arm]:
@@ -318,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     )
                     for seed, work in enumerate(works):
                         if work is not None:
-                            serve(results, served, seed, work, setting, options.keep)
+                            serve(results, served, seed, Draw(work, load, setting, hinting(options, name, seed)))
                     done += served if None not in works else []
                     for arm in served if None not in works else []:
                         print("  ".join(row(arm, results, seeds)), file=sys.stderr)
@@ -328,12 +337,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def serve(results: Results, served: Sequence[Arm], seed: int, work: Workload, setting: Setting, keep_s: float) -> None:
+def hinting(options: argparse.Namespace, name: str, seed: int) -> Callable[[str], Workload]:
+    """What gives the requests of that draw with hints of a kind."""
+
+    def hinted(kind: str) -> Workload:
+        work = requests_of(options.data, name, seed, options.requests or REQUESTS[name], kind, options.keep)
+        assert work is not None, "asked of a file that is there"
+        return work
+
+    return hinted
+
+
+def serve(results: Results, served: Sequence[Arm], seed: int, draw: Draw) -> None:
     """Make the runs of one seed that there are not yet."""
-    draw = Draw(work, served[0].load, setting, keep_s)
     for arm in served:
         if (arm, seed) not in results:
-            results.add(arm, seed, setting.summary(draw.hinting(arm.hints), arm.cache))
+            results.add(arm, seed, draw.setting.summary(draw.hinting(arm.hints), arm.cache))
 
 
 if __name__ == "__main__":
