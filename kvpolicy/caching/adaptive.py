@@ -27,6 +27,9 @@ class Arc(ByQueues):
         self._gone_again: Keys = OrderedDict()
         self._share = 0.0
         """Blocks that the first list should have."""
+        self._returning: set[Key] = set()
+        """Of the blocks that are gone, those that were asked for since: the share was moved for them, and is not moved
+        again before they are stored, which a block that the device still has is not."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._once or key in self._again
@@ -36,10 +39,14 @@ class Arc(ByQueues):
             if key in self:
                 self._once.remove(key)
                 self._again.put(key)
+            elif key in self._returning:
+                pass
             elif key in self._gone_once:
+                self._returning.add(key)
                 step = max(1.0, len(self._gone_again) / len(self._gone_once))
                 self._share = min(float(self.capacity), self._share + step)
             elif key in self._gone_again:
+                self._returning.add(key)
                 step = max(1.0, len(self._gone_once) / len(self._gone_again))
                 self._share = max(0.0, self._share - step)
 
@@ -49,6 +56,7 @@ class Arc(ByQueues):
             known = key in self._gone_once or key in self._gone_again
             self._gone_once.pop(key, None)
             self._gone_again.pop(key, None)
+            self._returning.discard(key)
             (self._again if known else self._once).put(key)
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
@@ -69,9 +77,9 @@ class Arc(ByQueues):
     def _trim(self) -> None:
         """Remember as many blocks that are gone as the paper does."""
         while self._gone_once and len(self._once) + len(self._gone_once) > self.capacity:
-            self._gone_once.popitem(last=False)
+            self._returning.discard(self._gone_once.popitem(last=False)[0])
         while self._gone_again and len(self) + len(self._gone_once) + len(self._gone_again) > 2 * self.capacity:
-            self._gone_again.popitem(last=False)
+            self._returning.discard(self._gone_again.popitem(last=False)[0])
 
 
 class S3Fifo(ByQueues):
