@@ -23,8 +23,9 @@ LOOKED_UP = "vllm:prefix_cache_queries_total"
 FOUND = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 """Tokens found on the device and by a connector."""
 OWN, HINTED = "vllm:kvpolicy_", "vllm:kvpolicy_hinted_blocks_total"
-HELD = 'event="held"'
-"""The plugin's counters, that of blocks that hints are about, and its label of those that are held back."""
+HELD, NO_ROOM = 'event="held"', 'event="refused"'
+"""The plugin's counters, that of blocks that hints are about, and its labels of those that are held back, and of those
+that are not since as much is held as may be."""
 REFUSED = ("vllm:kvpolicy_invalid_marks_total", "vllm:kvpolicy_clamped_marks_total")
 ADDRESS = re.compile(r"https?://[^/\s]+")
 MAX_ANSWER_BYTES = 64 << 20
@@ -49,7 +50,10 @@ class Warmed:
     has_plugin: bool
     """Whether the server has any of the plugin's counters."""
     held_blocks: float
-    """Blocks that are held back from eviction by hints since then, or for longer: in host memory, and in files."""
+    """Blocks of host memory that hints hold back from eviction since then, or for longer: each counts when the request
+    comes, and again when it ends."""
+    no_room_blocks: float
+    """Blocks that are not held back, as hints hold as much of host memory as they may."""
     refused: float
     """Marks that the server did not read or not grant as they were sent, as far as it counts them."""
     grown: Mapping[str, float]
@@ -71,6 +75,10 @@ class Warmed:
             lines.append(
                 "no further block is held back from eviction: it was pinned for longer before, or see the server's "
                 "--cache and --hints"
+            )
+        if self.no_room_blocks > 0:
+            lines.append(
+                "not all of it is held back from eviction: hints hold as much as they may, see the server's --hints"
             )
         if self.refused:
             lines.append(f"{self.refused:g} marks were refused or cut: see the server's --hints and --classes")
@@ -110,12 +118,13 @@ def warm(
     else:
         path, body["messages"] = "/v1/chat/completions", list(messages)
         body["add_generation_prompt"] = False  # what is stored ends where the messages do
-    (before, held_before), start_s = _counters(base), clock()
+    (before, hinted_before), start_s = _counters(base), clock()
     prompt_tokens = _prompt_tokens(f"{base}{path}", body | said)
     first_s, (between, _) = clock() - start_s, _counters(base)
     start_s = clock()
     _call(f"{base}{path}", body)
-    second_s, (after, held_after) = clock() - start_s, _counters(base)
+    second_s, (after, hinted_after) = clock() - start_s, _counters(base)
+    held, no_room = (new - old for new, old in zip(hinted_after, hinted_before, strict=True))
     grown = {name: after[name] - before.get(name, 0.0) for name in after if name.startswith(OWN)}
     return Warmed(
         model,
@@ -125,7 +134,8 @@ def warm(
         first_s,
         second_s,
         any(name.startswith(OWN) for name in after),
-        held_after - held_before,
+        held,
+        no_room,
         sum(between.get(name, 0.0) - before.get(name, 0.0) for name in REFUSED),
         {name: value for name, value in grown.items() if value},
     )
@@ -166,13 +176,14 @@ def _found(before: Mapping[str, float], after: Mapping[str, float]) -> int:
     return round(sum(after.get(name, 0.0) - before.get(name, 0.0) for name in FOUND))
 
 
-def _counters(base: str) -> tuple[dict[str, float], float]:
-    """All of them, and the blocks that hints hold back, so far."""
+def _counters(base: str) -> tuple[dict[str, float], tuple[float, float]]:
+    """All of them, and the blocks that hints hold back, and for which they have no room, so far."""
     text = _read(f"{base}/metrics").decode(errors="replace")
     counters = counters_in(text)
     if LOOKED_UP not in counters:
         raise InputError(f"{base}/metrics has no {LOOKED_UP}: the server is no vLLM, or its metrics are off")
-    return counters, counters_in(text, HELD).get(HINTED, 0.0)
+    held, no_room = (counters_in(text, label).get(HINTED, 0.0) for label in (HELD, NO_ROOM))
+    return counters, (held, no_room)
 
 
 def _served_model(url: str) -> str:

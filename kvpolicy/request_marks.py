@@ -51,6 +51,10 @@ class Hints:
         """Whether anything is said."""
         return self is not NO_HINTS and self != NO_HINTS
 
+    def of_prompt(self, tokens: int) -> Hints:
+        """The same of a prompt of so many tokens, of which no more are pinned."""
+        return self if self.pin_tokens <= tokens else replace(self, pin_tokens=tokens)
+
     def said(self) -> dict[str, Any]:
         """As a client says it, and :func:`read_marks` reads it: what is not said is left out."""
         pin = self.pin_tokens >= ALL_TOKENS or self.pin_tokens

@@ -177,7 +177,7 @@ def _cached(now: Metrics) -> str:
         parts.append(
             f"{files['stored']:g} blocks written to files, {files['loaded']:g} read, {failed:g} failed or late"
         )
-    return "; ".join([*parts, f"{held:g} held back for hints"] if held else parts)
+    return "; ".join([*parts, f"{held:g} held back for hints so far"] if held else parts)
 
 
 def _mean_ms(microseconds: float, count: float) -> str:

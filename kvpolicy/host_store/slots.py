@@ -112,11 +112,11 @@ class HostStore:
         if self.cache is not None and chain:
             self.cache.asked(chain, self.leading(chain))
 
-    def hinted(self, chain: Chain, hints: Hints, client: Client) -> None:
-        """A request with this window, keys of full blocks, came with hints, granted to this client. Without effect
-        where the caching policy heeds none."""
+    def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
+        """A request with this window, keys of full blocks, came with hints, granted to this client, or is ``over``; see
+        :meth:`kvpolicy.caching.Hinted.hinted`. Without effect where the caching policy heeds none."""
         if isinstance(self.cache, Hinted) and hints:
-            self.cache.hinted(chain, hints, client)
+            self.cache.hinted(chain, hints, client, request, over)
 
     def wanted(self, chain: Chain, hints: Hints) -> int:
         """Number of leading blocks of a window that are worth storing by these hints."""
@@ -285,6 +285,8 @@ class HostStore:
             if was_cached:
                 self._free_slot(block)
         self.watched.clear()
+        if isinstance(self.cache, Hinted):
+            self.cache.forget_hints()
 
     # ---- one content ----
 
@@ -307,7 +309,7 @@ class HostStore:
         if block.key is None:
             return
         del self._by_key[block.key]
-        if self.cache is not None and block.slot is not None:
+        if self.cache is not None:  # it may hold back what has no slot yet
             self.cache.lost(block.key)
         block.key = None
 

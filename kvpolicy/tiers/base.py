@@ -7,7 +7,7 @@ blocks before it are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -119,10 +119,10 @@ class LastingTier(Tier, Protocol):
     def reprice(self, price: Callable[[int], float]) -> None:
         """What a block saves, by its position in the prompt, from now on."""
 
-    def hinted(self, chain: Chain, hints: Hints, client: Client) -> None:
+    def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
         """A request with this window came with hints, granted to this client, as
-        :meth:`kvpolicy.caching.Hinted.hinted` has it: after :meth:`asked` for a new one, and once more when it has
-        ended."""
+        :meth:`kvpolicy.caching.Hinted.hinted` has it: after :meth:`asked` for a new one, and once more when it is
+        ``over``."""
 
     def forget_hints(self) -> None:
         """Nobody will ask for the blocks again that are here or that hints have named: hold none back any more, and

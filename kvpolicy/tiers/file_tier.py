@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -182,11 +182,11 @@ class FileTier:
         if isinstance(policy, ByCost):
             policy.reprice(price)
 
-    def hinted(self, chain: Chain, hints: Hints, client: Client) -> None:
+    def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
         """See :meth:`kvpolicy.tiers.LastingTier.hinted`; without effect where the tier was opened without limits."""
         self._settle()
         if isinstance(self._policy, Hinted):
-            self._policy.hinted([digest_of_key(key) for key in chain], hints, client)
+            self._policy.hinted([digest_of_key(key) for key in chain], hints, client, request, over)
 
     def forget_hints(self) -> None:
         self._files.lasting = False

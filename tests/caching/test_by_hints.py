@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpolicy.caching import KINDS, Arc, CachingPolicy, Hinted, Lfu, Lru, S3Fifo, eviction_queue
-from kvpolicy.caching.by_hints import REMEMBERED, STALE
+from kvpolicy.caching.by_hints import REMEMBERED
+from kvpolicy.caching.holds import STALE
 from kvpolicy.request_marks import ALL_TOKENS, ANYBODY, NO_HINTS, Client, HintLimits, Hints
 from tests.caching.reluctant import Reluctant
 
@@ -42,7 +43,14 @@ def serve(policy: Hinted, chain: Sequence[str], hints: Hints = NO_HINTS, client:
     missing = [position for position in range(policy.wanted(chain, hints)) if chain[position] not in policy]
     evicted = policy.evict(max(0, len(policy) + len(missing) - policy.capacity), frozenset(chain))
     policy.stored(chain, missing[: policy.capacity - len(policy)])
+    if hints.ended:
+        end(policy, chain, hints, client)
     return [str(key) for key in evicted]
+
+
+def end(policy: Hinted, chain: Sequence[str], hints: Hints, client: Client = ANYBODY, request: object = None) -> None:
+    """A request with this window has ended."""
+    policy.hinted(chain, hints, client, request, over=True)
 
 
 def test_a_kept_window_stays_until_its_time_is_over() -> None:
@@ -176,7 +184,7 @@ def test_a_session_that_ends_leaves_what_another_one_asked_to_keep_too(order: st
     windows = {"x": "sab", "y": "scd"}
     for session in order:
         policy.hinted(windows[session], Hints(keep_s=100.0 if session == "y" else 50.0, session=session))
-    policy.hinted("scd", Hints(session="y", ended=True))
+    end(policy, "scd", Hints(session="y", ended=True))
     assert policy.held("sabcd") == {*"sab"} and policy.counts.released == 2
     clock.now_s = 99.0
     assert policy.held("sabcd") == {"s"}, "until the last of the times"
@@ -192,7 +200,7 @@ def test_of_two_sessions_with_one_window_none_ends_what_the_other_keeps(is_there
     if is_there:
         policy.stored("abc", [0, 1, 2])
     for session in "yx":
-        policy.hinted("abc", Hints(session=session, ended=True))
+        end(policy, "abc", Hints(session=session, ended=True))
         assert policy.held("abc") == {*"abc"} and policy.evict(8, ()) == [] and policy.counts.released == 0
     clock.now_s = 100.0
     assert policy.held_blocks == 0
@@ -203,7 +211,7 @@ def test_a_session_that_goes_on_ends_all_that_it_alone_asked_for() -> None:
     for window in ("ab", "abcd", "abcdef"):
         policy.hinted(window, Hints(keep_s=100.0, session="x"), replace(ANNE))
         policy.hinted(window, Hints(keep_s=100.0, session="x"), replace(ANNE))
-    policy.hinted("abcdef", Hints(session="x", ended=True), replace(ANNE))
+    end(policy, "abcdef", Hints(session="x", ended=True), replace(ANNE))
     assert policy.held_blocks == 0 and policy.counts.released == 6
 
 
@@ -220,7 +228,7 @@ def test_a_block_goes_not_first_while_one_that_continues_it_is_kept_for_another_
     serve(policy, "ab", Hints(keep_s=100.0, session="x"))
     policy.lost("a")
     policy.hinted("ab", Hints(keep_s=100.0, session="y"))
-    policy.hinted("ab", Hints(session="y", ended=True))
+    end(policy, "ab", Hints(session="y", ended=True))
     assert policy.held("ab") == {*"ab"} and policy.counts.released == 0
 
 
@@ -266,6 +274,68 @@ def test_a_session_may_be_ended_by_another_prompt() -> None:
     assert policy.held_blocks == 0 and policy.evict(2, ()) == ["d", "c"]
 
 
+def test_what_a_session_has_on_the_device_alone_is_held_no_longer_than_the_session() -> None:
+    """A window is there as a rule when its session ends: nothing of it has come to the tier."""
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    policy.hinted("abcd", Hints(keep_s=100.0, session="s"))
+    policy.hinted("abz", Hints(keep_s=100.0, session="s"))
+    assert policy.held("abcdz") == {*"abz"}, "what the next turn does not continue"
+    serve(policy, "q", Hints(session="s", ended=True))
+    assert policy.held_blocks == 0
+    policy.stored("abcd", [0, 1, 2, 3])
+    serve(policy, "xy")
+    assert policy.evict(4, ()) == ["d", "c", "b", "a"], "before x and y, which are older"
+
+
+def test_the_last_turn_of_a_session_finds_its_window_when_its_turn_has_come() -> None:
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    serve(policy, "abcd", Hints(keep_s=100.0, session="s"))
+    said = Hints(session="s", ended=True)
+    policy.asked("abcd", 4)
+    policy.hinted("abcd", said)
+    serve(policy, "wxyz")
+    assert policy.evict(4, ()) == ["z", "y", "x", "w"] and policy.hits("abcd") == 4, "it waits"
+    end(policy, "abcd", said)
+    assert policy.held_blocks == 0 and policy.evict(4, ()) == ["d", "c", "b", "a"]
+
+
+def test_a_request_that_ends_after_its_session_holds_nothing() -> None:
+    """It was cancelled, say, when the application had said that the conversation is over."""
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    kept, over = Hints(keep_s=100.0, session="s"), Hints(session="s", ended=True)
+    policy.hinted("abc", kept, ANYBODY, 1)
+    policy.hinted("q", over, ANYBODY, 2)
+    end(policy, "q", over, request=2)
+    end(policy, "abcd", kept, request=1)
+    assert policy.held_blocks == 0
+    policy.stored("abcd", [0, 1, 2, 3])
+    serve(policy, "xy")
+    assert policy.evict(4, ()) == ["d", "c", "b", "a"]
+
+
+def test_of_two_requests_of_a_session_the_window_of_the_later_one_stays_whichever_ends_last() -> None:
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    kept = Hints(keep_s=100.0, session="s")
+    policy.hinted("ab", kept, ANYBODY, 1)
+    policy.hinted("abc", kept, ANYBODY, 2)
+    end(policy, "abcd", kept, request=2)
+    end(policy, "abx", replace(kept, pin_tokens=BLOCK), request=1)
+    assert policy.held("abcdx") == {*"abcd"} and policy.is_needed("a")
+    end(policy, "q", Hints(session="s", ended=True), request=3)
+    assert policy.held("abcdx") == {*"abcd"}, "nor may one that came before end it"
+
+
+def test_a_session_begins_with_a_prompt_of_less_than_a_block() -> None:
+    policy, _ = hinted()
+    kept = Hints(keep_s=100.0, session="s")
+    policy.hinted((), kept, ANYBODY, 1)
+    end(policy, "ab", kept, request=1)
+    assert policy.held_blocks == 2
+    for number in range(1000):
+        policy.hinted((), Hints(session=f"s{number}"), ANYBODY, number)
+    assert len(policy._sessions) <= REMEMBERED * policy.capacity
+
+
 def test_a_window_that_was_cut_frees_its_old_end() -> None:
     policy, _ = hinted(8, share=0.9, each=0.9)
     serve(policy, "abcd", Hints(keep_s=100.0, session="s"))
@@ -293,7 +363,7 @@ def test_a_block_that_another_window_continues_stays_though_ones_own_next_one_is
     policy, _ = hinted()
     serve(policy, "ax")
     policy.asked("ab", 1)
-    policy.hinted("ab", Hints(session="s", ended=True))
+    end(policy, "ab", Hints(session="s", ended=True))
     serve(policy, "z")
     assert policy.evict(1, ()) == ["x"], "the least recently used, and not a"
 
@@ -317,7 +387,7 @@ def test_hints_that_are_forgotten_hold_no_block_and_take_no_share() -> None:
     assert policy.held_blocks == 0 and policy.hits("abcd") == 4
     serve(policy, "wxyz", Hints(keep_s=10.0))
     assert policy.held_blocks == 4
-    policy.hinted((), Hints(session="s", ended=True))
+    end(policy, (), Hints(session="s", ended=True))
     assert policy.evict(8, ()) == ["d", "c", "b", "a"], "by use: the session's window is not known any more"
 
 
@@ -367,6 +437,7 @@ def test_over_any_policy(
         assert set(gone) <= there and len(set(gone)) == len(gone)
         assert not set(gone) & set(chain) and not set(gone) & held
         policy.stored(chain, missing[: policy.capacity - len(policy)])
+        end(policy, chain, hints, client)
         there = {key for key in there | set(chain) if key in policy}
         assert len(there) == len(policy) <= policy.capacity
         if is_lost and there:
@@ -395,7 +466,11 @@ def check_bounds(policy: Hinted, there: set[str]) -> None:
     assert getattr(policy.inner, "_held", set(holds._of)) == set(holds._of)
     assert set(policy._first) <= there and not {*policy._first, *policy._unwanted} & set(holds._of)
     assert len(policy._unwanted) <= policy.capacity and set(policy._parent) == there
-    assert policy._session_blocks == sum(map(len, policy._sessions.values())) <= REMEMBERED * policy.capacity
+    assert (
+        policy._session_blocks
+        == sum(latest.size for latest in policy._sessions.values())
+        <= REMEMBERED * policy.capacity
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -493,5 +568,5 @@ def test_newcomers_have_the_room_that_the_other_policy_gives_up_and_what_goes_fi
     policy.hinted("abc", Hints(pin_tokens=2 * BLOCK), ANYBODY)
     assert policy.held("abc") == {"a", "b"}
     assert policy.make_room(1, frozenset("abc"), ["c"]) == []
-    policy.hinted("uvwxyz", Hints(ended=True), ANYBODY)
+    end(policy, "uvwxyz", Hints(ended=True), ANYBODY)
     assert policy.make_room(1, frozenset("abc"), ["c"]) == ["z"]

@@ -85,7 +85,7 @@ def test_cached_prompts_files_and_hints_have_a_row_where_there_are_any() -> None
         rows.append([line.split("│")[1].strip() for line in shown(watcher).splitlines() if "prompts cached" in line])
     in_host = "90 blocks in host memory; 640 tokens loaded"
     in_files = "120 blocks written to files, 30 read, 3 failed or late"
-    assert rows == [[], [in_host], [f"{in_host}; {in_files}; 17 held back for hints"]]
+    assert rows == [[], [in_host], [f"{in_host}; {in_files}; 17 held back for hints so far"]]
 
 
 def test_of_a_policy_without_prices_nothing_is_predicted_and_nothing_is_cheaper() -> None:

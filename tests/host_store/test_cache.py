@@ -212,6 +212,18 @@ def test_what_a_hint_holds_back_gets_its_room_and_the_rest_what_the_policy_gives
     assert store.leading(chain("abc")) == store.leading(chain("uvw")) == 3, "nobody else had to go"
 
 
+def test_what_is_left_out_and_what_is_forgotten_takes_no_share_of_hints() -> None:
+    store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
+    assert isinstance(store.cache, Hinted)
+    places = pin(store, "abc", 10)
+    store.worth_saving = lambda blocks: False
+    assert store.cache.held_blocks == 3 and store.lost(places[2:]) == []
+    assert store.cache.held(chain("abc")) == {"a", "ab"}, "the device had the third one alone, and has lost it"
+    store.hinted(chain("xy"), Hints(keep_s=60.0, session="s"), ANYBODY)
+    store.forget_keys()
+    assert store.cache.held_blocks == 0, "nor what was on the device alone when all was forgotten"
+
+
 def test_while_too_much_waits_to_be_saved_only_what_is_not_to_be_missed_is_saved() -> None:
     """What is pinned; and of a prompt whose end is there the rest, without which that is of no use."""
     store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))

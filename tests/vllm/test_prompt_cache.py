@@ -223,6 +223,16 @@ def test_what_a_request_says_of_its_window_is_heeded(model: str) -> None:
 
 
 @pytest.mark.scheduler
+def test_a_pin_of_the_whole_prompt_is_none_of_the_answer(model: str) -> None:
+    served = Served(model)
+    cache = served.controller.copies.pool.cache
+    pinned = served.request(PROMPT[:94])
+    pinned.kv_transfer_params = {"kvpolicy": {"pin": True}}
+    served.serve(pinned)
+    assert isinstance(cache, Hinted) and len(pinned.block_hashes) == 6 and cache.held_blocks == 5
+
+
+@pytest.mark.scheduler
 def test_hints_that_cannot_be_heeded_stop_nobody(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(model)
     monkeypatch.setattr(Hinted, "hinted", lambda self, chain, hints, class_name: 1 / 0)

@@ -180,7 +180,9 @@ def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_
     first, last = served.worker.hints
     keys = tuple(map(served.controller.prompts._key_of, said.block_hashes))
     client = Client(salt=hashlib.blake2b(b"tenant", digest_size=16).digest())
-    assert first == last == FileEvent(keys, Hints(60.0, session="s"), client) and len(keys) == 6
+    hints, name = Hints(60.0, session="s"), said.request_id
+    assert (first, last) == (FileEvent(keys, hints, client, name), FileEvent(keys, hints, client, name, over=True))
+    assert len(keys) == 6
     assert "tenant" not in repr(first), "vLLM logs what a step sent to workers when one of them fails"
     assert served.worker.resets == 0
     served.controller.forget_saved()

@@ -145,10 +145,12 @@ class FileIndex:
         if chain:
             self._events.append(FileEvent(self._salted(chain)))
 
-    def hinted(self, chain: Sequence[bytes], hints: Hints, client: Client) -> None:
-        """A request with this window came with hints, granted to this client."""
+    def hinted(
+        self, chain: Sequence[bytes], hints: Hints, client: Client, request: str = "", over: bool = False
+    ) -> None:
+        """A request with this window came with hints, granted to this client, or is ``over``."""
         if chain or hints.session is not None:
-            self._events.append(FileEvent(self._salted(chain), hints, client))
+            self._events.append(FileEvent(self._salted(chain), hints, client, request, over))
 
     def _salted(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """Keys as the workers know them."""

@@ -107,6 +107,10 @@ class FileEvent:
     """None where the request arrives with this prompt."""
     client: Client = ANYBODY
     """The one that the hints are granted to."""
+    request: str = ""
+    """What tells it from others, where it has hints."""
+    over: bool = False
+    """Whether it ends."""
 
 
 @dataclass(slots=True)

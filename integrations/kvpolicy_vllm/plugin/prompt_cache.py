@@ -13,8 +13,8 @@ from typing import Any
 
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching import spec as caching
-from kvpolicy.caching.by_hints import EVENTS
 from kvpolicy.caching.fallback import guarded
+from kvpolicy.caching.holds import EVENTS
 from kvpolicy.cost.block_price import RENEWED_STEPS, Beside, block_price, read_first, sampled
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
@@ -141,9 +141,9 @@ class PromptCache:
         self._copies.pool.asked(prompt)
         if self.files is not None:
             self.files.arrived(prompt)
-        self._heed_hints(request)
+        self._heed_hints(request, over=False)
 
-    def _heed_hints(self, request: Any) -> None:
+    def _heed_hints(self, request: Any, over: bool) -> None:
         """Let the policy know what the request says of its window."""
         if not isinstance(self._copies.pool.cache, Hinted):
             return
@@ -152,10 +152,10 @@ class PromptCache:
             if not marks.hints:
                 return
             chain = self._keys(request, 0, len(request.block_hashes))
-            client = client_of(request, marks)
-            self._copies.pool.hinted(chain, marks.hints, client)
+            hints, client = marks.hints.of_prompt(request.num_prompt_tokens), client_of(request, marks)
+            self._copies.pool.hinted(chain, hints, client, request.request_id, over)
             if self.files is not None:
-                self.files.hinted(chain, marks.hints, client)
+                self.files.hinted(chain, hints, client, request.request_id, over)
         # The boundary between clients and a server: a hint that cannot be heeded is none.
         except Exception:  # noqa: BLE001
             self._tally.add("hints_failed")
@@ -171,11 +171,12 @@ class PromptCache:
         if not all(chain):
             chain = chain[: chain.index(None)]
         asked = self._asked_blocks.get(request.request_id, 0)
-        chain = chain[: self._copies.pool.wanted(chain, self._marks.of(request).hints)]
+        hints = self._marks.of(request).hints.of_prompt(request.num_prompt_tokens)
+        chain = chain[: self._copies.pool.wanted(chain, hints)]
         self._copies.pool.given_back(chain, places, min(asked, len(chain)))
 
     def ended(self, request: Any) -> None:
-        self._heed_hints(request)
+        self._heed_hints(request, over=True)
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
@@ -291,7 +292,7 @@ class PromptCache:
         if not keys:
             return False
         if files.load_of(keys[0]):
-            return self._awaits(request, files, local_tokens, first, keys)
+            return self._awaits(request, files, first, keys)
         if request.request_id in self._asked_files:
             return False
         if files.starting:
@@ -300,22 +301,24 @@ class PromptCache:
         blocks = files.leading(keys)
         if not blocks:
             return False
-        asked = local_tokens, first + blocks - local_tokens // self._size, 0
-        if not self._is_worth_loading(request, asked, files.backlog_s() + files.read_s(blocks)):
+        # Beside going on with what host memory has: that can be loaded without waiting for a file.
+        if not self._is_worth_loading(
+            request, (first * self._size, blocks, 0), files.backlog_s() + files.read_s(blocks)
+        ):
             return False
         if not files.fetch(self._keys(request, 0, first + blocks), first, blocks):
             return False
         self._awaited[request.request_id] = files.load_of(keys[0]), True
         return True
 
-    def _awaits(self, request: Any, files: FileIndex, local_tokens: int, first: int, keys: Sequence[bytes]) -> bool:
+    def _awaits(self, request: Any, files: FileIndex, first: int, keys: Sequence[bytes]) -> bool:
         """Whether the request is better admitted when a load, which may be another's, has brought these blocks, which
         follow the ``first`` ones. Asked once for each load."""
         load, known = files.load_of(keys[0]), self._awaited.get(request.request_id)
         if known is None or known[0] != load:
             blocks, read_s = files.ahead(keys, load)
-            asked = local_tokens, first + blocks - local_tokens // self._size, 0
-            known = self._awaited[request.request_id] = load, self._is_worth_loading(request, asked, read_s)
+            worth = self._is_worth_loading(request, (first * self._size, blocks, 0), read_s)
+            known = self._awaited[request.request_id] = load, worth
         return known[1]
 
     def _count_hints(self) -> None:

@@ -79,7 +79,7 @@ class RankFiles:
                 if event.hints is None:
                     self._tier.asked(event.keys)
                 else:
-                    self._tier.hinted(event.keys, event.hints, event.client)
+                    self._tier.hinted(event.keys, event.hints, event.client, event.request, event.over)
             if jobs.file_drops:
                 self._drop(frozenset(jobs.file_drops))
             for job in jobs.file_stores:

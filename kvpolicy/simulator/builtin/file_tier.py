@@ -8,7 +8,7 @@ before it is admitted; what was read is loaded from a buffer then, and stays in 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 
 from kvpolicy.caching import CachingPolicy, Hinted
 from kvpolicy.caching.base import Chain, Key
@@ -55,10 +55,10 @@ class FileTier:
         """See :meth:`kvpolicy.caching.CachingPolicy.extended`."""
         self._policy.extended(chain, asked)
 
-    def hinted(self, chain: Chain, hints: Hints, client: Client) -> None:
+    def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable, over: bool) -> None:
         """See :meth:`kvpolicy.caching.Hinted.hinted`; without effect where the policy heeds none."""
         if isinstance(self._policy, Hinted):
-            self._policy.hinted(chain, hints, client)
+            self._policy.hinted(chain, hints, client, request, over)
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many of these blocks are in files, up to the first one that is not."""

@@ -24,25 +24,26 @@ class HintedPool(HostPool):
 
     def asked(self, live: LiveRequest) -> None:
         super().asked(live)
-        self._heed(live, live.request.prompt_tokens)
+        self._heed(live, live.request.prompt_tokens, over=False)
 
     def given_back(self, live: LiveRequest) -> None:
         request = live.request
         if request.hints and live.outputs == request.output_tokens:
-            self._heed(live, live.tokens)
+            self._heed(live, live.tokens, over=True)
         keys = self._keys(live, live.cached)
-        wanted = keys[: self._store.wanted(keys, request.hints)]
+        wanted = keys[: self._store.wanted(keys, request.hints.of_prompt(request.prompt_tokens))]
         asked = min(len(wanted), request.prompt_tokens // self._server.block_size)
         self._store.given_back(wanted, live.keyed_blocks, asked)
 
-    def _heed(self, live: LiveRequest, tokens: int) -> None:
+    def _heed(self, live: LiveRequest, tokens: int, over: bool) -> None:
         """Let the policy know what the request says of its window, which has so many tokens."""
-        if live.request.hints:
+        request = live.request
+        if request.hints:
             chain = self._keys(live, tokens // self._server.block_size)
-            client = Client(live.request.class_name)
-            self._store.hinted(chain, live.request.hints, client)
+            hints, client = request.hints.of_prompt(request.prompt_tokens), Client(request.class_name)
+            self._store.hinted(chain, hints, client, live, over)
             if self._files is not None:
-                self._files.hinted(chain, live.request.hints, client)
+                self._files.hinted(chain, hints, client, live, over)
 
 
 MakeCaching = Callable[[int], CachingPolicy]
@@ -90,8 +91,8 @@ class FileReads:
         self._block_size, self._files, self._pool, self._copies = server.block_size, files, pool, copies
         self._ends_s: dict[LiveRequest, float] = {}
         self.worth: Callable[[LiveRequest, int, int, float], bool] = lambda live, total_tokens, local, read_s: True
-        """Whether a request of so many tokens, of which so many are on the device, reads for so many seconds what it
-        has in files."""
+        """Whether a request of so many tokens, of which so many are on the device and in host memory, reads for so many
+        seconds what it has in files."""
 
     @property
     def next_s(self) -> float | None:
@@ -123,7 +124,8 @@ class FileReads:
         keys = keys[: files.leading(keys)]
         live.file_blocks = len(keys)
         before = local + self._copies.hit_tokens(live, local)
-        if not keys or not self.worth(live, before + len(keys) * self._block_size, local, files.read_s(len(keys))):
+        # Beside going on with what host memory has: that can be loaded without waiting for a file.
+        if not keys or not self.worth(live, before + len(keys) * self._block_size, before, files.read_s(len(keys))):
             return False
         live.staged = keys
         self._ends_s[live] = files.read(len(keys))
