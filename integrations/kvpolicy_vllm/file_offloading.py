@@ -41,6 +41,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import POSITIVE, Rule, option, validate
 from kvpolicy.settings import GIB
 from kvpolicy.tiers import (
+    MAX_HANG_S,
     MAX_QUEUED_BLOCKS,
     FileTier,
     Finished,
@@ -228,7 +229,10 @@ class BoundedFileTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         self._ends.set()
-        self._opening.join()
+        self._opening.join(MAX_HANG_S)
+        if self._opening.is_alive():
+            logger.warning("kvpolicy: files hang while they are opened; the server ends without them")
+            return
         if self._opened is not None:
             self._opened.close()
 

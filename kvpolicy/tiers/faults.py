@@ -24,21 +24,28 @@ class Faults:
         self.disk_is_full = False
         """Whether something had no room on the disk. Its owner resets it once a block was stored."""
 
-    def reason(self, what: str, action: Callable[[], None]) -> str:
-        """Why the action failed; empty where it did not. ``what``: what is logged then; nothing where empty."""
+    def reason(self, what: str, action: Callable[[], None], may_miss: bool = True) -> str:
+        """Why the action failed; empty where it did not. ``what``: what is logged then; nothing where empty.
+        ``may_miss``: whether a file that is not there is no fault, as it is of a folder to write to."""
         try:
             action()
-        except FileNotFoundError:
-            return "missing"
+        except FileNotFoundError as error:
+            if may_miss:
+                return "missing"
+            self._warn(what, error)
+            return "io_error"
         except Damaged as error:
             return error.reason
         # The boundary between a medium and a server: whatever happens to files, the request is recomputed.
         except Exception as error:  # noqa: BLE001
             if isinstance(error, OSError) and error.errno in FULL:
                 self.disk_is_full = True
-            if what and self._warnings > 0:
-                self._warnings -= 1
-                more = "" if self._warnings else "; further ones are only counted"
-                logger.warning("kvpolicy: %s in %s: %s%s", what, self._folder, error, more)
+            self._warn(what, error)
             return "io_error"
         return ""
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if what and self._warnings > 0:
+            self._warnings -= 1
+            more = "" if self._warnings else "; further ones are only counted"
+            logger.warning("kvpolicy: %s in %s: %s%s", what, self._folder, error, more)

@@ -103,6 +103,7 @@ class FileTier:
         failed: Callable[[str], None] = lambda method: None,
         clock: Callable[[], float] = time.monotonic,
         number: int | None = None,
+        processes: int = 1,
     ) -> FileTier:
         """Open a tier, with the blocks that an earlier process left there.
 
@@ -112,7 +113,9 @@ class FileTier:
         ``failed`` is called with the name of the method. ``queue_blocks``: blocks that wait to be stored, at most.
         ``hints``: how many blocks what requests say may hold, and how long; None: nothing that they say is
         heeded. ``block_tokens``: tokens of a block, in which prefixes are pinned. ``clock``: seconds. ``number``: of
-        the folder to take if no process has it; else, and without one, the first one that none has.
+        the folder to take if no process has it; else, and without one, the first one that none has. ``processes``: how
+        many have each a part of one bound, as ranks of a server: what is in folders that nobody uses counts for all of
+        them alike.
 
         Raises InputError for a directory or an argument that will not do, and OSError where nothing can be written to
         the directory.
@@ -137,7 +140,7 @@ class FileTier:
             found.take_up(heeding)
             look = partial(idle_folders, directory, folder.path)
             idle = IdleFolders(look(()), clock(), look)
-            tier._there, tier._occupancy = found.there, Occupancy(heeding, idle, layout.file_bytes, clock)
+            tier._there, tier._occupancy = found.there, Occupancy(heeding, idle, layout.file_bytes, clock, processes)
             tier._occupancy.outdate(found.outdated)
         except BaseException:
             folder.close()
@@ -402,7 +405,7 @@ class FileTier:
         reason = "not_removed"
         if all(gone for _, gone in removed):
             write = partial(self._files.write, name, pieces, scratch)
-            reason = self._faults.reason("a block was not stored", write)
+            reason = self._faults.reason("a block was not stored", write, may_miss=False)
         self._results.append(Result(number, "store", key, name, reason, removed))
 
     def _read(self, number: int, key: Key, name: BlockName, pieces: Pieces, scratch: Scratch) -> None:

@@ -17,10 +17,19 @@ would take its place."""
 
 class Occupancy:
     """Of one tier. Blocks that are there or are being written take room, and the ``policy`` knows these; and so do
-    files that are being removed or cannot be, and folders that no process owns. ``clock``: seconds."""
+    files that are being removed or cannot be, and folders that no process owns, of whose bytes this tier counts its
+    share where several ``processes`` have each a part of one bound. ``clock``: seconds."""
 
-    def __init__(self, policy: CachingPolicy, idle: IdleFolders, file_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        policy: CachingPolicy,
+        idle: IdleFolders,
+        file_bytes: int,
+        clock: Callable[[], float],
+        processes: int = 1,
+    ) -> None:
         self._policy, self._file_bytes, self._clock = policy, file_bytes, clock
+        self._processes = processes
         self.idle = idle
         self._leaving: dict[bytes, BlockName] = {}
         """Blocks whose files are being removed, and are not gone for certain."""
@@ -49,7 +58,7 @@ class Occupancy:
     @property
     def free(self) -> int:
         """Blocks that there is room for without giving up any; negative where there are too many."""
-        idle = -(-self.idle.used_bytes // self._file_bytes)
+        idle = -(-self.idle.used_bytes // (self._processes * self._file_bytes))
         return self._policy.capacity - len(self._policy) - self.other_files - idle
 
     @property

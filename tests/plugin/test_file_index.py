@@ -120,6 +120,27 @@ def test_what_one_rank_could_not_store_is_not_there() -> None:
     assert core.counts["store_failed"] == 1 and core.pool.used == 0
 
 
+def test_a_part_of_a_block_that_some_rank_has_not_is_dropped() -> None:
+    """Of what one rank refused or failed to write, and of what an earlier server left on one rank alone."""
+    core = Core()
+    core.save(CHAIN)
+    ((job,), _) = core.jobs()
+    digests = [*map(digest_of_key, CHAIN)]
+    core.index.acknowledge(
+        [FileReport(job.number, refused=(digests[1],)), FileReport(job.number, failed=(digests[2],))]
+    )
+    assert set(core.index.take_drops()) == {*digests[1:]} and core.index.leading(CHAIN) == 1
+    left, lone = digest_of_key(b"left"), digest_of_key(b"lone")
+    core.index.acknowledge([FileReport(found=(left, lone)), FileReport(ready=True)])
+    assert core.index.take_drops() == (), "the other rank has yet to say what it has"
+    core.index.acknowledge([FileReport(found=(left,), ready=True)])
+    assert core.index.take_drops() == (lone,) and core.index.leading([b"left"]) == 1
+    alone = Core(ranks=1)
+    alone.save(CHAIN)
+    alone.report(alone.jobs()[0][0], failed=[b"c"])
+    assert alone.index.take_drops() == (), "nobody else has any of it"
+
+
 def test_what_is_not_worth_a_load_is_not_stored() -> None:
     core = Core()
     core.pool.given_back(CHAIN, range(3), 3)

@@ -69,3 +69,12 @@ def test_a_late_load_or_several_that_bring_nothing_suspend_reads_until_one_comes
         assert not reads.suspended
         reads.ended(clock.now_s, 0)
     assert reads.suspended
+
+
+def test_what_would_be_late_is_not_waited_for() -> None:
+    """Two blocks take a second, and a request waits ten: half of that is room for an estimate that is off."""
+    reads, clock = measured()
+    found = [reads.in_time(blocks, backlog_s) for blocks, backlog_s in ((10, 0.0), (30, 0.0), (30, 4.0), (1, 5.0))]
+    assert found == [10, 10, 2, 0]
+    clock.now_s += RENEWED_S
+    assert reads.in_time(30, 0.0) == 30, "nobody knows how long it takes"

@@ -32,6 +32,13 @@ def test_a_fault_is_a_word(error: Exception, reason: str) -> None:
     assert not faults.disk_is_full
 
 
+def test_a_folder_that_is_gone_is_no_missing_file(caplog: pytest.LogCaptureFixture) -> None:
+    """A block cannot be written to it, and the log says so."""
+    faults, gone = Faults(Path("kv")), failing(FileNotFoundError(errno.ENOENT, "gone"))
+    assert faults.reason("a block was not stored", gone, may_miss=False) == "io_error"
+    assert "a block was not stored in kv" in caplog.text
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_known_as_one(number: int) -> None:
     faults = Faults(Path("kv"))

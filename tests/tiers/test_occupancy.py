@@ -13,7 +13,7 @@ from kvpolicy.caching import KINDS, Lru
 from kvpolicy.request_marks import HintLimits
 from kvpolicy.tiers import Finished, block_files, digest_of_key
 from kvpolicy.tiers.block_format import NO_PARENT, BlockName, aligned_memory
-from kvpolicy.tiers.idle_folders import IdleFolders
+from kvpolicy.tiers.idle_folders import IdleFolder, IdleFolders
 from kvpolicy.tiers.occupancy import EVICTS_AGAIN_S, Occupancy
 from tests.tiers.blocks import BLOCK_BYTES, FILE_BYTES, bytes_of, content, ended, files_of, load, opened, store
 from tests.tiers.test_file_tier import Clock, Gate
@@ -122,6 +122,12 @@ def test_a_block_that_is_dropped_while_it_is_given_up_is_not_there_again(
     occupancy.leave([name], evicted=True)
     assert occupancy.drop(name.key) and not occupancy.left(name, gone=False)
     assert name.key not in policy and occupancy.other_files == 1 and occupancy.room == 1
+
+
+@pytest.mark.parametrize(("processes", "free"), [(1, -2), (2, 1), (4, 2)])
+def test_ranks_that_share_a_bound_count_the_bytes_of_idle_folders_once(processes: int, free: int) -> None:
+    idle = IdleFolders((IdleFolder(Path("other"), 6 * FILE_BYTES, 0.0),), 0.0, list)
+    assert Occupancy(Lru(4), idle, FILE_BYTES, lambda: 0.0, processes).free == free
 
 
 def load_fails(tier: Any, key: bytes) -> bool:

@@ -145,6 +145,21 @@ def test_who_computes_faster_does_not_wait_for_a_load_of_another_request(model: 
     assert len(prompts) == 2
 
 
+def test_what_has_no_room_at_first_comes_from_files_once_there_is_some(model: str) -> None:
+    """Loads hold a quarter of 80 slots at most. Of two prompts of twelve blocks the second one brings eight, and the
+    others when these have come."""
+    served = WithFiles(model, load_s=0.0001)
+    prompts = [[*range(first, first + 200)] for first in (300, 600)]
+    served.serve(*map(served.request, prompts))
+    served.push_out()
+    served.push_out_of_host_memory()
+    assert [served.in_files(served.request(prompt)) for prompt in prompts] == [12, 12]
+    asked = [*map(served.request, prompts)]
+    served.serve(*asked)
+    assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded") == 24
+    assert all(request.num_output_tokens == 4 for request in asked) and len(served.controller.prompts) == 0
+
+
 def test_what_one_rank_gives_up_goes_to_all_with_the_next_step(model: str) -> None:
     served, gone = WithFiles(model), digest_of_key(b"a")
     prompts = served.controller.prompts

@@ -156,7 +156,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
                 FileTier.open, directory, namespace, self.block_bytes, capacity, self.settings.cache_files_policy,
                 hints=HintLimits() if self.settings.hints is None else self.settings.hints,
                 block_tokens=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
-                allow_python=self.settings.allow_python_policies, failed=failures.append,
+                allow_python=self.settings.allow_python_policies, failed=failures.append, processes=self._pool_count,
             )  # fmt: skip
             try:
                 tier = in_folders_of_one_number(lambda number: open_tier(number=number))
@@ -168,7 +168,10 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             self.files = RankFiles(tier, copier, failures)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called before the forward pass, during which files are read and written."""
         self._save(kv_connector_metadata)
+        if self.files is not None and isinstance(kv_connector_metadata, StepJobs):
+            self.files.begin(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Called right before the forward pass, by both of vLLM's model runners."""
@@ -225,7 +228,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         idle = isinstance(jobs, StepJobs) and jobs.idle
         finished = self._working_copier.poll(idle)
         if self.files is not None and isinstance(jobs, StepJobs):
-            self.files.begin(jobs)
+            self.files.begin(jobs)  # where there is no forward pass, and what saves were in the way of
+            if idle:
+                self.files.nap()
         for load in finished:
             if not load.ok:
                 self._fail(load.job)

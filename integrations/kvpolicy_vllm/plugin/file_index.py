@@ -82,6 +82,8 @@ class FileIndex:
         self._ready = 0
         """Ranks that have."""
         self._numbers = 0
+        self.settled = 0
+        """Stores and loads that all ranks have finished: there may be room again."""
         self._held = 0
         self._forgets = False
         """Whether the workers have yet to hear of a reset."""
@@ -124,6 +126,15 @@ class FileIndex:
                 break
             count += 1
         return count
+
+    @property
+    def suspended(self) -> bool:
+        """Whether nobody waits for files."""
+        return self._reads.suspended
+
+    def in_time(self, blocks: int) -> int:
+        """How many of so many blocks are expected in host memory while somebody waits for them."""
+        return self._reads.in_time(blocks, self.backlog_s())
 
     def read_s(self, blocks: int) -> float:
         """Expected seconds until so many blocks are in host memory, if nothing else is on its way; 0 where none was
@@ -318,6 +329,10 @@ class FileIndex:
                 self.policy_failed(report.policy_failed)
             for digest in report.found:
                 self._there[digest] = self._there.get(digest, 0) + 1
+            if report.ready and self.ready:  # of what not all of them have left nobody can load a part
+                for digest, ranks in self._there.items():
+                    if ranks < self._ranks:
+                        self._drop(digest)
             of = self._late if report.number in self._late else self._under
             under = of.get(report.number)
             if under is not None:
@@ -365,6 +380,7 @@ class FileIndex:
     def _settle(self, under: Under) -> None:
         """All ranks have finished a store or a load."""
         self._held -= len(under.blocks)
+        self.settled += 1
         digests = [digest_of_key(key) for key in under.keys]
         lost = under.failed | under.refused
         done = [digest not in lost for digest in digests]
@@ -376,7 +392,7 @@ class FileIndex:
                 self._there[digest] = self._ranks
             elif under.chain:
                 self._there.pop(digest, None)
-            if digest in under.gone:
+            if digest in under.gone or not (ok or under.chain):  # some rank may have its part of a store
                 self._drop(digest)
         if under.chain:
             self._loaded(under, done)

@@ -33,6 +33,8 @@ TRANSFERRED = (
     "that of those on disk: leave out --weight-transfer-config"
 )
 
+NAMED_BY_CLIENTS = "clients may name their images as they like, and the hash of a block has these names"
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
@@ -46,7 +48,7 @@ def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig | None, shared
     if config.lora_config is not None:
         reason = "the hash of a block has the name of its adapter and not its weights: leave out --enable-lora"
     elif model.is_multimodal_model:
-        reason = "clients may name their images as they like, and the hash of a block has these names"
+        reason = NAMED_BY_CLIENTS
     elif _transfers_weights(config):
         reason = TRANSFERRED
     elif getattr(config.cache_config, "calculate_kv_scales", False):  # vLLM 0.27 and before
@@ -106,10 +108,12 @@ def namespace_of(
 
 def computed_by(config: VllmConfig, folder: Path | None = None) -> dict[str, Any]:
     """What decides keys and values whoever keeps them: the engine, its device, settings and weights. ``folder``: where
-    the weights are, if not where vLLM's ModelConfig says. Raises InputError as :func:`namespace_of`, and where vLLM may
-    be given other weights while it runs."""
+    the weights are, if not where vLLM's ModelConfig says. Raises InputError as :func:`namespace_of`, where vLLM may be
+    given other weights while it runs, and for models of images."""
     if _transfers_weights(config):
         raise InputError(f"files of KV: {TRANSFERRED}, or serve without files")
+    if config.model_config.is_multimodal_model:
+        raise InputError(f"files of KV: {NAMED_BY_CLIENTS}; serve without files")
     return {
         "engine": f"vllm {vllm.__version__}",
         "device": [device_name(), *_instructions()],

@@ -43,6 +43,14 @@ class FileReads:
         long."""
         return 0.0 if self._clock() >= self._counts_until_s else self._rate.seconds(blocks * self._block_bytes)
 
+    def in_time(self, blocks: int, backlog_s: float) -> int:
+        """How many of these blocks are expected in half of the time that a request waits, behind what takes
+        ``backlog_s``: a load that is late is one that requests have waited for in vain."""
+        room_s, expected_s = MAX_WAIT_S / 2 - backlog_s, self.expected_s(blocks)
+        if room_s <= 0:
+            return 0
+        return blocks if expected_s <= room_s else int(blocks * room_s / expected_s)
+
     def left_s(self, began_s: float, blocks: int) -> float:
         """Expected seconds until a load of so many blocks, which is the first one under way, has ended. One that has
         taken longer than expected is expected to take as long again as it is overdue."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -80,8 +81,9 @@ class PromptCache:
         """None where prompts are not in files; see :meth:`keep_files`."""
         self._files_by_price = self._unpriced = False
         """Whether the policy of files goes by prices, and whether these have changed since workers were told."""
-        self._asked_files: set[str] = set()
-        """Unfinished requests of which was decided whether they bring what files have to host memory."""
+        self._asked_files: dict[str, float] = {}
+        """By unfinished request that has asked whether it brings what files have to host memory, how many jobs of files
+        had ended then: the answer may be another one once more have. Infinite where it will not be."""
         self._awaited: dict[str, tuple[int, bool]] = {}
         """By request that waits, the last load that has begun to bring what it needs next, its own or another's, and
         whether it waits for that."""
@@ -110,7 +112,7 @@ class PromptCache:
     def __len__(self) -> int:
         """Number of requests of which anything is remembered."""
         waiting = self._found.keys() | self._awaited.keys()
-        return len(self._asked_blocks.keys() | waiting | self._asked_files | self._stale.names)
+        return len(self._asked_blocks.keys() | waiting | self._asked_files.keys() | self._stale.names)
 
     def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
         self._scheduler, self._now = scheduler, clock
@@ -180,7 +182,7 @@ class PromptCache:
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
-        self._asked_files.discard(request.request_id)
+        self._asked_files.pop(request.request_id, None)
         self._awaited.pop(request.request_id, None)
 
     def forget(self) -> None:
@@ -293,22 +295,29 @@ class PromptCache:
             return False
         if files.load_of(keys[0]):
             return self._awaits(request, files, first, keys)
-        if request.request_id in self._asked_files:
+        if files.settled <= self._asked_files.get(request.request_id, -1):
             return False
         if files.starting:
             return True
-        self._asked_files.add(request.request_id)
-        blocks = files.leading(keys)
-        if not blocks:
+        return self._fetches(request, files, first, keys)
+
+    def _fetches(self, request: Any, files: FileIndex, first: int, keys: Sequence[bytes]) -> bool:
+        """Whether the request begins to bring what files have of these blocks, which follow the ``first`` ones, or as
+        much of it as comes in time and has room, to host memory, and waits for it."""
+        name = request.request_id
+        self._asked_files[name] = inf
+        found, backlog_s = files.leading(keys), files.backlog_s()
+        if not found:
             return False
+        blocks = found if files.suspended else files.in_time(found)
         # Beside going on with what host memory has: that can be loaded without waiting for a file.
-        if not self._is_worth_loading(
-            request, (first * self._size, blocks, 0), files.backlog_s() + files.read_s(blocks)
-        ):
+        asked = first * self._size, blocks, 0
+        worth = blocks > 0 and self._is_worth_loading(request, asked, backlog_s + files.read_s(blocks))
+        if not files.suspended and (worth or backlog_s):
+            self._asked_files[name] = files.settled
+        if not worth or not files.fetch(self._keys(request, 0, first + blocks), first, blocks):
             return False
-        if not files.fetch(self._keys(request, 0, first + blocks), first, blocks):
-            return False
-        self._awaited[request.request_id] = files.load_of(keys[0]), True
+        self._awaited[name] = files.load_of(keys[0]), True
         return True
 
     def _awaits(self, request: Any, files: FileIndex, first: int, keys: Sequence[bytes]) -> bool:

@@ -66,9 +66,7 @@ class RankFiles:
         self._copier, self._memory = copier, host_rows(copier)
 
     def begin(self, jobs: StepJobs) -> None:
-        """Begin a step's jobs, once, however often they are given."""
-        if jobs.idle and self._open:
-            time.sleep(IDLE_NAP_S)  # nothing else is to be done
+        """Begin a step's jobs, once, however often they are given, and loads that had to wait."""
         if jobs is not self._last:
             self._last = jobs
             if jobs.file_prices:
@@ -89,6 +87,11 @@ class RankFiles:
                 self._waiting.append(job)
         if self._waiting:
             self._begin_loads()
+
+    def nap(self) -> None:
+        """Wait a moment for what is under way: nothing else is to be done in this step."""
+        if self._open:
+            time.sleep(IDLE_NAP_S)
 
     def _begin_loads(self, anyway: bool = False) -> None:
         """Begin the loads whose slots no save is being written to. ``anyway``: all, as their memory is not used any
