@@ -145,9 +145,13 @@ class BoundedFileTier(SecondaryTierManager):
         self._seed = bytes(kv_cache_utils.NONE_HASH)
         namespace = {**self._namespace, "hash_seed": self._seed.hex()}
         try:
-            self._opened = FileTier.open(
+            opened = FileTier.open(
                 self._directory, namespace, self._rows.shape[1], self._max_bytes, self._policy, self._max_held
             )
+            if self._ends.is_set():  # nobody waits for it any more
+                opened.close()
+            else:
+                self._opened = opened
         except (InputError, OSError) as error:
             logger.error("kvpolicy: serving without files: %s", error)
 

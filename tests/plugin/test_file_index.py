@@ -131,10 +131,17 @@ def test_a_part_of_a_block_that_some_rank_has_not_is_dropped() -> None:
     )
     assert set(core.index.take_drops()) == {*digests[1:]} and core.index.leading(CHAIN) == 1
     left, lone = digest_of_key(b"left"), digest_of_key(b"lone")
-    core.index.acknowledge([FileReport(found=(left, lone)), FileReport(ready=True)])
+    core.index.acknowledge([FileReport(found=(left, lone), ready=True)])
     assert core.index.take_drops() == (), "the other rank has yet to say what it has"
     core.index.acknowledge([FileReport(found=(left,), ready=True)])
     assert core.index.take_drops() == (lone,) and core.index.leading([b"left"]) == 1
+    for reset, found in ((True, (left,)), (False, ())):
+        other = Core()
+        other.index.acknowledge([FileReport(found=(left, lone), ready=True)])
+        if reset:
+            other.index.forget()
+        other.index.acknowledge([FileReport(found=found, ready=True)])
+        assert other.index.take_drops() == (), "nobody knows, or another process still has a rank's folder"
     alone = Core(ranks=1)
     alone.save(CHAIN)
     alone.report(alone.jobs()[0][0], failed=[b"c"])

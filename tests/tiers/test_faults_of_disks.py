@@ -187,7 +187,7 @@ def test_folders_that_are_removed_while_it_serves(tmp_path: Path) -> None:
     store(tier, CHAIN)
     subprocess.run(["rm", "-r", str(tier.directory)], check=True)
     assert load(tier, CHAIN) == dict.fromkeys(CHAIN, "missing")
-    assert set(store(tier, CHAIN).values()) == {"missing"} and tier.lookup(CHAIN) == 0
+    assert set(store(tier, CHAIN).values()) == {"io_error"} and tier.lookup(CHAIN) == 0
     tier.close()
 
 

@@ -131,7 +131,9 @@ def test_blocks_that_another_connector_may_write_to_are_off_the_device_before_th
     )  # fmt: skip
     connector: Any = object.__new__(KVPolicyConnector)
     connector.copier, connector._saved_step = copier, -1
+    connector.files = SimpleNamespace(begin=lambda jobs: called.append("files"))
     jobs = StepJobs(1, (Job(1, "r", (3,), (0,)),), overwritten=frozenset({3}), at_once=at_once)
     connector.handle_preemptions(jobs)
     connector.handle_preemptions(jobs)  # vLLM may call twice in a step
-    assert called == ["finish", "save", *(["drain"] if at_once else [])]
+    saved = ["finish", "save", *(["drain"] if at_once else [])]
+    assert called == [*saved, "files", "files"], "on a CPU files are read while the step computes"

@@ -285,6 +285,11 @@ def test_files_of_vllms_own_connector_are_refused_where_weights_come_later(model
         computed_by(config_of(model, weight_transfer_config=object()), model)
 
 
+def test_files_of_vllms_own_connector_are_refused_for_images_that_clients_name(model: Path) -> None:
+    with pytest.raises(InputError, match=r"files of KV: clients may name their images .*; serve without files"):
+        computed_by(config_of(model, multimodal_config=multimodal()), model)
+
+
 class Overriding:
     def __call__(self, config: Any) -> Any:
         return config

@@ -148,7 +148,7 @@ def test_who_computes_faster_does_not_wait_for_a_load_of_another_request(model: 
 def test_what_has_no_room_at_first_comes_from_files_once_there_is_some(model: str) -> None:
     """Loads hold a quarter of 80 slots at most. Of two prompts of twelve blocks the second one brings eight, and the
     others when these have come."""
-    served = WithFiles(model, load_s=0.0001)
+    served = WithFiles(model, load_s=0.0001, host_gib=80.5 * BLOCK_BYTES / GIB)
     prompts = [[*range(first, first + 200)] for first in (300, 600)]
     served.serve(*map(served.request, prompts))
     served.push_out()
@@ -158,6 +158,38 @@ def test_what_has_no_room_at_first_comes_from_files_once_there_is_some(model: st
     served.serve(*asked)
     assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded") == 24
     assert all(request.num_output_tokens == 4 for request in asked) and len(served.controller.prompts) == 0
+
+
+def test_what_came_from_files_and_is_gone_again_is_computed(model: str) -> None:
+    """Whoever waits for files gets further with each load, or waits no more."""
+    served = WithFiles(model)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    served.push_out_of_host_memory()
+    prompts, asked = served.controller.prompts, served.request(PROMPT)
+    assert prompts.waits_for_files(asked, 0)
+    jobs = prompts.with_files(StepJobs(1)).file_loads
+    prompts.files.acknowledge([FileReport(job.number, moved=len(job.keys)) for job in jobs])
+    assert served.found(asked) == 96 and not prompts.waits_for_files(asked, 0)
+    served.push_out_of_host_memory()
+    assert served.in_files(asked) == 6 and not prompts.waits_for_files(asked, 0)
+
+
+def test_files_are_waited_for_where_that_beats_going_on_with_host_memory(model: str) -> None:
+    """A block takes 2 ms to read, 1.6 ms to compute, and next to nothing to load: of six blocks host memory has four."""
+    served = WithFiles(model, load_s=0.012)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    served.push_out_of_host_memory()
+    served.serve(served.request(PROMPT))
+    assert served.controller.prompts.files.read_s(1) == pytest.approx(0.002)
+    pool, asked = served.controller.copies.pool, served.request(PROMPT)
+    keys = [*map(served.controller.prompts._key_of, asked.block_hashes)]
+    for key in keys[4:]:
+        pool.cache.lost(key)
+        pool._evicted(pool._by_key[key])
+    assert pool.leading(keys) == 4 and served.in_files(asked) == 6
+    assert not served.controller.prompts.waits_for_files(asked, 0), "4 ms of reading, 3.2 ms of computing"
 
 
 def test_what_one_rank_gives_up_goes_to_all_with_the_next_step(model: str) -> None:

@@ -168,9 +168,10 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             self.files = RankFiles(tier, copier, failures)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called before the forward pass, during which files are read and written."""
+        """Called before the forward pass, during which files are read and written. On a GPU they are anyway: what comes
+        after the launch runs while it computes."""
         self._save(kv_connector_metadata)
-        if self.files is not None and isinstance(kv_connector_metadata, StepJobs):
+        if self.files is not None and platform().is_cpu() and isinstance(kv_connector_metadata, StepJobs):
             self.files.begin(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

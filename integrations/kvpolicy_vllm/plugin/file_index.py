@@ -79,8 +79,8 @@ class FileIndex:
         """Stores and loads, late ones too, by the digests of their contents' keys."""
         self._drops: dict[bytes, None] = {}
         """Digests of what some rank has no more, and others may have."""
-        self._ready = 0
-        """Ranks that have."""
+        self._ready = self._with_files = 0
+        """Ranks that have, and those of them of which the last report named blocks."""
         self._numbers = 0
         self.settled = 0
         """Stores and loads that all ranks have finished: there may be room again."""
@@ -131,6 +131,11 @@ class FileIndex:
     def suspended(self) -> bool:
         """Whether nobody waits for files."""
         return self._reads.suspended
+
+    @property
+    def room(self) -> int:
+        """How many blocks a load may bring now."""
+        return max(0, min(self._room(), self._pool.free))
 
     def in_time(self, blocks: int) -> int:
         """How many of so many blocks are expected in host memory while somebody waits for them."""
@@ -233,8 +238,8 @@ class FileIndex:
         return all(self._clock() >= under.began_s + RENEWED_S for under in loads)
 
     def _bring(self, chain: Sequence[bytes], first: int, count: int) -> bool:
-        count = min(count, self._room(), self._pool.free)
-        if count <= 0:
+        count = min(count, self.room)
+        if not count:
             return False
         copy = HostCopy(0, loading=True)
         blocks = self._pool.bring(copy, count, frozenset(chain[:first]))
@@ -329,10 +334,9 @@ class FileIndex:
                 self.policy_failed(report.policy_failed)
             for digest in report.found:
                 self._there[digest] = self._there.get(digest, 0) + 1
-            if report.ready and self.ready:  # of what not all of them have left nobody can load a part
-                for digest, ranks in self._there.items():
-                    if ranks < self._ranks:
-                        self._drop(digest)
+            self._with_files += report.ready and bool(report.found)
+            if report.ready and self.ready:
+                self._drop_parts()
             of = self._late if report.number in self._late else self._under
             under = of.get(report.number)
             if under is not None:
@@ -348,6 +352,16 @@ class FileIndex:
                 self._drop(digest)
                 for under in self._of_digest.get(digest, ()):
                     under.gone.add(digest)
+
+    def _drop_parts(self) -> None:
+        """All ranks have said what an earlier server left: what not all of them have nobody can load. Unless one has
+        nothing, as another process still has its folder, or there was a reset meanwhile, since which counts are not
+        whole."""
+        if self._salt or self._with_files < self._ranks:
+            return
+        for digest, ranks in self._there.items():
+            if ranks < self._ranks:
+                self._drop(digest)
 
     def forget(self) -> None:
         """The keys stand for other contents from now on, as after a change of weights: nothing that was stored is
@@ -392,7 +406,7 @@ class FileIndex:
                 self._there[digest] = self._ranks
             elif under.chain:
                 self._there.pop(digest, None)
-            if digest in under.gone or not (ok or under.chain):  # some rank may have its part of a store
+            if digest in under.gone or not (ok or under.chain or under.stale):  # some rank may have stored its part
                 self._drop(digest)
         if under.chain:
             self._loaded(under, done)

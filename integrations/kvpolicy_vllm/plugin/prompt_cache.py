@@ -84,6 +84,8 @@ class PromptCache:
         self._asked_files: dict[str, float] = {}
         """By unfinished request that has asked whether it brings what files have to host memory, how many jobs of files
         had ended then: the answer may be another one once more have. Infinite where it will not be."""
+        self._fetched: dict[str, int] = {}
+        """By such a request for which a load has begun, how many blocks are before what it brings."""
         self._awaited: dict[str, tuple[int, bool]] = {}
         """By request that waits, the last load that has begun to bring what it needs next, its own or another's, and
         whether it waits for that."""
@@ -183,6 +185,7 @@ class PromptCache:
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
         self._asked_files.pop(request.request_id, None)
+        self._fetched.pop(request.request_id, None)
         self._awaited.pop(request.request_id, None)
 
     def forget(self) -> None:
@@ -281,7 +284,7 @@ class PromptCache:
 
     def waits_for_files(self, request: Any, local_tokens: int) -> bool:
         """Whether the request goes on in files, and is better admitted when that has come to host memory. Begins to
-        bring it there, once for each request."""
+        bring as much of it there as comes in time and has room, and the rest when that has come."""
         files = self.files
         if files is None or self._copies.of(request.request_id) is not None:
             return False
@@ -306,18 +309,23 @@ class PromptCache:
         much of it as comes in time and has room, to host memory, and waits for it."""
         name = request.request_id
         self._asked_files[name] = inf
+        if first <= self._fetched.get(name, -1):  # what a load has brought is gone again, or it brought nothing
+            return False
+        if not (files.suspended or (files.room and files.in_time(1))):
+            self._asked_files[name] = files.settled
+            return False
         found, backlog_s = files.leading(keys), files.backlog_s()
         if not found:
             return False
-        blocks = found if files.suspended else files.in_time(found)
+        blocks = found if files.suspended else files.in_time(min(found, files.room))
         # Beside going on with what host memory has: that can be loaded without waiting for a file.
         asked = first * self._size, blocks, 0
-        worth = blocks > 0 and self._is_worth_loading(request, asked, backlog_s + files.read_s(blocks))
+        worth = self._is_worth_loading(request, asked, backlog_s + files.read_s(blocks))
         if not files.suspended and (worth or backlog_s):
             self._asked_files[name] = files.settled
         if not worth or not files.fetch(self._keys(request, 0, first + blocks), first, blocks):
             return False
-        self._awaited[name] = files.load_of(keys[0]), True
+        self._awaited[name], self._fetched[name] = (files.load_of(keys[0]), True), first
         return True
 
     def _awaits(self, request: Any, files: FileIndex, first: int, keys: Sequence[bytes]) -> bool:

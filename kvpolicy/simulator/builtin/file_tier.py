@@ -55,7 +55,7 @@ class FileTier:
         """See :meth:`kvpolicy.caching.CachingPolicy.extended`."""
         self._policy.extended(chain, asked)
 
-    def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable, over: bool) -> None:
+    def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
         """See :meth:`kvpolicy.caching.Hinted.hinted`; without effect where the policy heeds none."""
         if isinstance(self._policy, Hinted):
             self._policy.hinted(chain, hints, client, request, over)
