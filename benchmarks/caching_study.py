@@ -33,11 +33,11 @@ docs/caching-study.json has the runs of docs/caching-study.md, gathered by ``too
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
@@ -231,7 +231,7 @@ class Draw:
         """``hinted``: the same requests with hints of that kind, before they are made to come faster."""
         self._work, self._load, self.setting, self._hinted = work, load, setting, hinted
 
-    @cached_property
+    @functools.cached_property
     def _arriving(self) -> Workload:
         return self.setting.at_load(self._work, self._load) if self._load else self._work
 
@@ -340,6 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def hinting(options: argparse.Namespace, name: str, seed: int) -> Callable[[str], Workload]:
     """What gives the requests of that draw with hints of a kind."""
 
+    @functools.cache
     def hinted(kind: str) -> Workload:
         work = requests_of(options.data, name, seed, options.requests or REQUESTS[name], kind, options.keep)
         assert work is not None, "asked of a file that is there"

@@ -71,14 +71,13 @@ class Warmed:
         ]
         if not self.has_plugin:
             lines.append("nothing is pinned: the server shows no counter of kvpolicy's, and vLLM alone heeds no hint")
+        elif self.no_room_blocks > 0:
+            what = "not all of it is pinned" if self.held_blocks > 0 else "nothing more is pinned"
+            lines.append(f"{what}: hints hold back as many blocks as they may, see the server's --hints")
         elif self.held_blocks <= 0:
             lines.append(
                 "no further block is held back from eviction: it was pinned for longer before, or see the server's "
                 "--cache and --hints"
-            )
-        if self.no_room_blocks > 0:
-            lines.append(
-                "not all of it is held back from eviction: hints hold as much as they may, see the server's --hints"
             )
         if self.refused:
             lines.append(f"{self.refused:g} marks were refused or cut: see the server's --hints and --classes")

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -822,15 +823,20 @@ def test_caching_policies_takes_tables_of_lengths_and_the_prices_of_a_cost_model
 @pytest.fixture
 def long_prompts(tmp_path: Path) -> Path:
     """A folder with a trace of nine prompts of 64,000 tokens in turn, three times."""
-    rows = [
-        {"timestamp": 20000 * number, "input_length": 512 * 125, "output_length": 5,
-         "hash_ids": [1000 * (number % 9) + block for block in range(125)]}
-        for number in range(27)
-    ]  # fmt: skip
-    (tmp_path / "traces").mkdir()
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "traces" / "mooncake_conversation_made.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    write_prompts(tmp_path, [number % 9 for number in range(27)])
     return tmp_path
+
+
+def write_prompts(folder: Path, prompts: Sequence[int]) -> None:
+    """A trace of prompts of 64,000 tokens, those of one number the same."""
+    rows = [
+        {"timestamp": 20000 * at, "input_length": 512 * 125, "output_length": 5,
+         "hash_ids": [1000 * number + block for block in range(125)]}
+        for at, number in enumerate(prompts)
+    ]  # fmt: skip
+    (folder / "traces").mkdir(exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "traces" / "mooncake_conversation_made.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
 
 
 def test_caching_study_serves_prompts_by_every_policy(long_prompts: Path, tmp_path: Path) -> None:
@@ -843,13 +849,13 @@ def test_caching_study_serves_prompts_by_every_policy(long_prompts: Path, tmp_pa
     assert found["lru"]["ttft_s"]["mean"] < found["none"]["ttft_s"]["mean"]
 
 
-def test_caching_study_compares_hints_beyond_capacity_and_goes_on_where_it_stopped(
-    long_prompts: Path, tmp_path: Path
-) -> None:
-    """Host memory of one prompt, and files of all."""
+def test_caching_study_compares_hints_beyond_capacity_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Host memory of one prompt, and files of all. In each draw nine prompts come, and four of them again, for the last
+    time in the whole file."""
+    write_prompts(tmp_path, [number % 13 % 9 + 9 * (number // 13) for number in range(26)])
     out = tmp_path / "out"
     command = [
-        "caching_study.py", "--data", str(long_prompts), "--host-gib", "8", "--file-gib", "128", "--policies", "lru",
+        "caching_study.py", "--data", str(tmp_path), "--host-gib", "8", "--file-gib", "128", "--policies", "lru",
         "--hints", "sessions,hindsight", "--load", "1.2", "--requests", "13", "--json", str(out),
     ]  # fmt: skip
     first, second = run(*command), run(*command, "--seeds", "2")

@@ -32,14 +32,15 @@ def test_a_prompt_is_stored_and_pinned() -> None:
     [
         (Small(has_plugin=False), 0, ["nothing is pinned: the server shows no counter of kvpolicy's"]),
         (Small(), 0, ["no further block is held back from eviction: it was pinned for longer before"]),
+        (Small(hinted={"refused": 3}), 0, ["nothing more is pinned: hints hold back as many blocks as they may"]),
         (
-            Small(hinted={"refused": 3}),
-            0,
-            ["no further block is held back from eviction: it was pinned for longer before"],
+            Small(hinted={"held": 2, "refused": 1}),
+            2,
+            ["not all of it is pinned: hints hold back as many blocks as they may"],
         ),
-        (Small(hinted={"held": 2, "refused": 1}), 2, []),
+        (Small(hinted={"held": 2}), 2, []),
     ],
-    ids=["vLLM alone", "no cache", "refused", "held"],
+    ids=["vLLM alone", "no cache", "refused", "held in part", "held"],
 )
 def test_a_pin_without_effect_is_told(server: Small, held: int, why: list[str]) -> None:
     """As on vLLM without the plugin, and without a cache: what was computed is on the device until others take it."""

@@ -195,6 +195,11 @@ def test_hints_are_cut_to_what_the_operator_allows() -> None:
     assert Classes().grant(said)[0].hints == Hints(), "by itself a list of classes grants no hints"
 
 
+def test_no_more_is_pinned_than_the_prompt() -> None:
+    """What follows it is the answer."""
+    assert [Hints(pin_tokens=tokens).of_prompt(96).pin_tokens for tokens in (0, 96, 97, ALL_TOKENS)] == [0, 96, 96, 96]
+
+
 def test_an_operator_may_refuse_all_that_holds_memory() -> None:
     none = HintLimits.parse("none")
     assert none.grant(Hints(5.0, True, 7, "s")) == (Hints(once=True, session="s"), ("keep_s", "pin"))

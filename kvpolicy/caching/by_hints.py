@@ -122,15 +122,15 @@ class Hinted(CachingPolicy):
         self._holds.expire(now_s)
         pinned = min(self._pinned(hints), len(chain))
         session = None if hints.session is None else (client, hints.session)
-        is_last = hints.ended
+        is_last, is_over = hints.ended, hints.ended and over
         if session is not None and self._is_past(session, request, over):
-            is_last, now = True, frozenset(self._sessions[session].chain)
+            is_last, is_over, now = True, False, frozenset(self._sessions[session].chain)
             self._release([key for key in self._private(chain, pinned) if key not in now], session)
         elif session is not None:
-            self._follow(session, Latest(request, () if over and is_last else tuple(chain)))
+            self._follow(session, Latest(request, () if is_over else tuple(chain)))
         if hints.once:
             self._release([key for key in chain[pinned:] if key not in self], None)
-        elif hints.ended and over:
+        elif is_over:
             self._release(self._private(chain, pinned), session)
         until_s = now_s + (self.limits.keep_s if hints.keep_s is None else min(hints.keep_s, self.limits.keep_s))
         only_pins = hints.once or is_last or hints.keep_s is None
@@ -247,7 +247,9 @@ class Hinted(CachingPolicy):
         return evicted
 
     def lost(self, key: Key) -> None:
-        self.inner.lost(key)
+        """A block is gone, or one that hints may hold back will not come."""
+        if key in self:
+            self.inner.lost(key)
         self._gone(key)
 
     def _gone(self, key: Key) -> None:

@@ -309,7 +309,8 @@ class HostStore:
         if block.key is None:
             return
         del self._by_key[block.key]
-        if self.cache is not None:  # it may hold back what has no slot yet
+        # Hints may hold back what has no slot.
+        if self.cache is not None and (block.slot is not None or isinstance(self.cache, Hinted)):
             self.cache.lost(block.key)
         block.key = None
 

@@ -17,6 +17,18 @@ def test_arc_gives_the_list_more_room_whose_blocks_were_missed() -> None:
     assert serve(policy, "g") == "b"
 
 
+def test_a_block_that_is_gone_moves_the_share_of_arc_once_however_often_it_is_asked_for() -> None:
+    """The device may have it, so that it is not stored again."""
+    policy = Arc(4)
+    for chain in ("ab", "ab", "c", "d", "e", "f"):
+        serve(policy, chain)
+    for _ in range(3):
+        policy.asked("d", 0)
+    assert policy._share == 1.0
+    policy.stored("d", [0])
+    assert not policy._returning and "d" in policy._again
+
+
 def test_s3_fifo_gives_up_what_was_used_once_before_what_was_used_again() -> None:
     policy = S3Fifo(10)
     for chain in ("a", "b", "a", "a"):

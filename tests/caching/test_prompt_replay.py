@@ -52,3 +52,11 @@ def test_hindsight_by_price_prefers_what_is_dearer() -> None:
     chains = ["xy", "p", "q", "p", "q", "xy"]
     plain, priced = (hindsight(chains, 2, dear.__getitem__, by_price) for by_price in (False, True))
     assert priced.saved_s > plain.saved_s
+
+
+def test_hindsight_by_price_compares_blocks_at_one_time() -> None:
+    """At equal prices it gives up what plain hindsight does, however long ago a block was asked for; and nothing is
+    worth keeping that costs nothing."""
+    chains = ["c", "d", "a", "a", "c", "d", "a", "c"]
+    assert [hindsight(chains, 2, lambda _: 1.0, by_price).hit_blocks for by_price in (False, True)] == [4, 4]
+    assert hindsight(chains, 2, lambda _: 0.0, by_price=True).saved_s == 0.0

@@ -358,9 +358,10 @@ class Device:
         coming = [one for one in watched if one.slot is None and not one.holders and one.node is not None]
         worth = {one.key for one in coming if one.node is not None and store.worth_saving(one.node.reach)}
         parents = {one.node.parent.key for one in coming if one.node is not None and one.node.parent}
+        held = cache.held(worth) if isinstance(cache, Hinted) else frozenset()
         saved = store.lost(places)
         self.save(saved)
-        if not isinstance(cache, Hinted) or worth & cache.held(worth) <= {*keys(saved)}:
+        if not isinstance(cache, Hinted) or held <= {*keys(saved)}:
             return
         self.refused += 1
         kept = cache.held(store._by_key)
@@ -378,19 +379,19 @@ class Device:
         places = self.take(len(blocks))
         for key, place in zip(blocks, places, strict=True):
             self.content[place] = (self.weights, key)
-        self.hint(blocks)
+        self.hint(blocks, over=True)
         self.store.given_back(blocks, places, asked)
         if self.random.random() < 0.5:
             self.preempt(blocks, places)
 
-    def hint(self, blocks: Sequence[str]) -> None:
+    def hint(self, blocks: Sequence[str], over: bool = False) -> None:
         """Some requests say what will be asked for again; where the policy does not heed it, nothing comes of it."""
         drawn = self.random
         said = Hints(
             drawn.choice((None, 3.0, 50.0)), drawn.random() < 0.2, drawn.choice((0, 0, 1, 3)),
             drawn.choice((None, "s", "t")), drawn.random() < 0.2,
         )  # fmt: skip
-        self.store.hinted(blocks, said, drawn.choice((ANYBODY, Client("chat", b"salt"))))
+        self.store.hinted(blocks, said, drawn.choice((ANYBODY, Client("chat", b"salt"))), over=over)
 
     def preempt(self, blocks: Sequence[str], places: list[int]) -> None:
         """It is not at its end, after all: a copy of it is made, with a partial block."""

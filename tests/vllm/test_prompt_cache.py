@@ -235,7 +235,7 @@ def test_a_pin_of_the_whole_prompt_is_none_of_the_answer(model: str) -> None:
 @pytest.mark.scheduler
 def test_hints_that_cannot_be_heeded_stop_nobody(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(model)
-    monkeypatch.setattr(Hinted, "hinted", lambda self, chain, hints, class_name: 1 / 0)
+    monkeypatch.setattr(Hinted, "hinted", lambda self, *said: 1 / 0)
     hinting = served.request(PROMPT)
     hinting.kv_transfer_params = {"kvpolicy": {"keep_s": 60}}
     served.serve(hinting)

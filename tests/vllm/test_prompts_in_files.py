@@ -176,7 +176,7 @@ def test_what_came_from_files_and_is_gone_again_is_computed(model: str) -> None:
 
 
 def test_files_are_waited_for_where_that_beats_going_on_with_host_memory(model: str) -> None:
-    """A block takes 2 ms to read, 1.6 ms to compute, and next to nothing to load: of six blocks host memory has four."""
+    """A block takes 2 ms to read, 1.6 ms to compute and none to load. Of six blocks host memory has four."""
     served = WithFiles(model, load_s=0.012)
     served.serve(served.request(PROMPT))
     served.push_out()

@@ -41,9 +41,9 @@ class HintedPool(HostPool):
         if request.hints:
             chain = self._keys(live, tokens // self._server.block_size)
             hints, client = request.hints.of_prompt(request.prompt_tokens), Client(request.class_name)
-            self._store.hinted(chain, hints, client, live, over)
+            self._store.hinted(chain, hints, client, live.number, over)
             if self._files is not None:
-                self._files.hinted(chain, hints, client, live, over)
+                self._files.hinted(chain, hints, client, live.number, over)
 
 
 MakeCaching = Callable[[int], CachingPolicy]
