@@ -18,8 +18,9 @@ rounds = tool("bench_rounds")
 
 SAID = [
     *(
-        ("chat-one-token", figure, "kvpolicy", {}, ("docs/caching.md",))
+        ("chat", figure, arm, {}, ("docs/caching.md",))
         for figure in ("ttft_s", "e2e_s", "messages_s", "later_ttft_s")
+        for arm in ("cache", "both")
     ),
     ("rate", "ttft_s", "mlfq", {"rate": 4.0}, ("docs/bench.md",)),
     *(("rates-above", "ttft_s", "mlfq", {"rate": rate}, ("docs/bench.md",)) for rate in (16.0, 24.0, 32.0)),
@@ -55,7 +56,11 @@ def row(*values: str) -> str:
     return f"| {' | '.join(values)} |"
 
 
-CHAT_ARMS = {"vLLM": "vllm", "always-swap, `--cache cost`, 1 GiB of host memory": "kvpolicy"}
+CHAT_ARMS = {
+    "vLLM": "vllm", "always-swap, `--cache cost`, 1 GiB of host memory": "cache",
+    "the same with `--order mlfq:base=256`": "both",
+}  # fmt: skip
+ONE_ROUND = CHAT_ARMS | {"always-swap and that order, without a cache": "mlfq"}
 TIER_ARMS = {
     "vLLM": "vllm", "`--cache lru`": "lru", "`--cache cost`": "cost", "the same, files": "files",
     "the same, hints": "hints", "the same, `cheapest`": "priced",
@@ -80,45 +85,20 @@ def in_chats(bench: str, figures: tuple[str, ...], arm: str, **cell: Any) -> lis
 TIMES = ("ttft_s", "later_ttft_s", "e2e_s")
 
 
-@pytest.mark.parametrize("bench", ["chat", "chat-one-token"])
-def test_the_table_of_a_chat_is_that_of_the_runs(bench: str) -> None:
+@pytest.mark.parametrize(("bench", "arms"), [("chat", CHAT_ARMS), ("chat-order", ONE_ROUND)])
+def test_the_tables_of_chats_are_those_of_the_runs(bench: str, arms: dict[str, str]) -> None:
     page = said("docs/caching.md")
-    for name, arm in CHAT_ARMS.items():
+    for name, arm in arms.items():
         assert row(name, *in_chats(bench, TIMES, arm)) in page, arm
-    prices = RAW[bench]["prices"]
-    decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
-    assert (
-        f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, of which a decoded token "
-        f"takes {decoded_ms:.2f} ms and a token of a prompt adds {prompt_ms:.3f} ms"
-    ) in page
-    assert RAW[f"{bench}-full"]["load"]["chatters"] == RAW[bench]["load"]["chatters"]
 
 
-def in_first_round(bench: str, arm: str) -> dict[str, float]:
-    return {figure: rounds.by_round(RAW[bench], figure, arm)[0] for figure in (*TIMES, "messages_s", "hit_rate")}
-
-
-def test_the_order_and_the_cache_alone_are_compared_over_the_same_conversations() -> None:
-    page, chat = said("docs/caching.md"), RAW["chat"]
-    ratios = [rounds.ratio(chat, figure, "kvpolicy").value for figure in (*TIMES, "messages_s")]
-    assert f"{row('ratio', *(f'{value:.3f}' for value in ratios))} |" in page
-    arms = (("chat", "vllm"), ("chat", "kvpolicy"), ("chat-mlfq", "mlfq"))
-    stock, cached, ordered = (in_first_round(*one) for one in arms)
-    names = ("vLLM, first round", "the other one, first round", "the same with `--order mlfq:base=256`, first round")
-    for name, found in zip(names, (stock, cached, ordered), strict=True):
-        seconds = [f"{found[figure]:#.3g}" for figure in TIMES]
-        assert row(name, *seconds, f"{found['messages_s']:.3f}", f"{found['hit_rate']:.1%}") in page, name
-    by_order = [f"{ordered[figure] / stock[figure]:.3f}" for figure in ("ttft_s", "e2e_s", "messages_s")]
-    first, whole, rate = by_order
-    assert f"{first} of vLLM's time to first token, {whole} of its end-to-end time, {rate} times its messages" in page
-    readme, results = said("README.md"), said("docs/results.md")
-    alone = [f"{ratios[number]:.3f}" for number in (0, 2, 3)]
-    assert "mean time to first token {}, mean end-to-end time {}, messages/s {};".format(*alone) in readme
-    assert "one round, {}, {} and {} |".format(*by_order) in readme
-    assert f"1,900 tokens: {', '.join(alone)}, and {', '.join(by_order)} |" in results
-    assert f"{alone[0]}, {alone[2]} (two rounds, " in results and f" {first}, {rate} (one round);" in results
-    p99 = [rounds.by_round(RAW[bench], "e2e_s.p99", arm)[0] for bench, arm in (("chat-mlfq", "mlfq"), ("chat", "vllm"))]
-    assert f"end-to-end time {p99[0]:.1f} s over {p99[1]:.1f} s" in page
+def test_the_ratios_of_the_chat_are_on_every_page() -> None:
+    page, chat, readme, results = said("docs/caching.md"), RAW["chat"], said("README.md"), said("docs/results.md")
+    for arm in ("cache", "both"):
+        ttft, later, e2e, rate = (rounds.ratio(chat, figure, arm).text() for figure in (*TIMES, "messages_s"))
+        assert f"{row('ratio, 95% over starts', ttft, later, e2e, rate)} |" in page, arm
+        assert f"mean time to first token {ttft}, mean end-to-end time {e2e}, messages/s {rate}" in readme, arm
+        assert f"{ttft}, {rate}" in results and f"{ttft}, {e2e}, {rate}" in results, arm
 
 
 def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
@@ -127,32 +107,45 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     many, window, message, in_use = (rounds.mean(chat, figure, "vllm") for figure in figures)
     device = 480 * 32
     assert "480 blocks of 32 tokens on the device" in page and "--num-gpu-blocks-override" in chat["arms"][0]["flags"]
+    assert f"{chat['load']['chatters'][0]} people chat for {chat['load']['seconds']:.0f} s" in page
+    assert f"with pauses of {chat['load']['think_s']:.0f} s on average" in page
     assert f"By vLLM a run has {many:.0f} messages, with windows of {window:,.0f} tokens on average" in page
     assert f"first one of its conversation has {message:.0f} of these" in page
     assert f"take {in_use / device:.1f} times the device's memory" in page
-    carried, served = (rounds.mean(RAW[name], "later_messages_s", "vllm") for name in ("chat-full", "chat"))
-    assert f"vLLM alone finished {carried:.3f} messages per second, and with them {served:.3f}" in page
-    assert f"a load of {served / carried:.0%}" in page and f"load {served / carried:.0%}, p / d " in shown
-    assert f"p / d {chat['prices']['price_ratio']:.3f}," in shown
-    ordered = RAW["chat-mlfq"]["compared"]
-    assert f"gave the same {chat['compared']['tokens']:,} tokens" in page and not chat["compared"]["different"]
-    assert f"with the order {ordered['tokens']:,} were those of vLLM" in page and not ordered["different"]
+    prices = chat["prices"]
+    decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
+    assert (
+        f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, of which a decoded token "
+        f"takes {decoded_ms:.2f} ms and a token of a prompt adds {prompt_ms:.3f} ms"
+    ) in page
+    carried, served, sent = (
+        rounds.mean(RAW[name], "later_messages_s", arm)
+        for name, arm in (("chat-full", "vllm"), ("chat", "vllm"), ("chat", "cache"))
+    )
+    assert f"vLLM alone finished {carried:.3f} messages per second" in page
+    assert f"and {served:.3f} with them: a load of {served / carried:.0%}" in page
+    assert f"the server with the cache finished {sent:.3f}, {sent / carried:.0%}" in page
+    assert f"load {served / carried:.0%}, p / d {prices['price_ratio']:.3f}," in shown
+    compared = [RAW[name]["compared"] for name in ("chat", "chat-order", "chat-34m")]
+    assert not any(one["different"] for one in compared)
+    assert (
+        "All {:,} tokens of the three rounds were those of vLLM, and {:,} of the one".format(
+            *(one["tokens"] for one in compared)
+        )
+        in page
+    )
     begun = sum(run["begun"] for run in chat["runs"]) / sum(run["messages"] for run in chat["runs"])
     assert f"{begun:.0%} of the messages begin a conversation" in page
-    assert "{} and {} in the two rounds".format(*parts_of("chat")) in page
-    earlier = RAW["chat-one-token"]
-    assert "was {}, {} and {} of vLLM's".format(*parts_of("chat-one-token")) in page
-    carried, served = (
-        rounds.mean(RAW[name], "later_messages_s", "vllm") for name in ("chat-one-token-full", "chat-one-token")
-    )
-    assert f"the load {served / carried:.0%} ({served:.3f} of {carried:.3f} messages per second)" in page
-    assert f"All {earlier['compared']['tokens']:,} tokens were the same" in page
-    assert not earlier["compared"]["different"]
+    for arm in ("cache", "both"):
+        assert "{}, {} and {}".format(*parts_of("chat", arm)) in page
+    smaller = RAW["chat-34m"]
+    assert "{} and {} of vLLM's time to first token".format(*parts_of("chat-34m", "kvpolicy")) in page
+    assert f"p / d was {smaller['prices']['price_ratio']:.3f} at {smaller['prices']['batch']:.1f} decodes" in page
 
 
-def parts_of(bench: str) -> list[str]:
+def parts_of(bench: str, arm: str) -> list[str]:
     """Time to first token over vLLM's, by round."""
-    ours, theirs = (rounds.by_round(RAW[bench], "ttft_s", arm) for arm in ("kvpolicy", "vllm"))
+    ours, theirs = (rounds.by_round(RAW[bench], "ttft_s", one) for one in (arm, "vllm"))
     return [f"{ours[number] / theirs[number]:.3f}" for number in theirs]
 
 

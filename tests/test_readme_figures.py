@@ -52,17 +52,16 @@ def measured() -> Iterator[tuple[str, str, str]]:
         "-",
     )
     bench = tool("bench_rounds")
-    raw, figures = json.loads(bench.RAW.read_text()), ("ttft_s", "e2e_s", "messages_s")
-    first, whole, rate = (f"{bench.ratio(raw['chat'], figure, 'kvpolicy').value:.3f}" for figure in figures)
-    by_order = [
-        f"{bench.by_round(raw['chat-mlfq'], figure, 'mlfq')[0] / bench.by_round(raw['chat'], figure, 'vllm')[0]:.3f}"
-        for figure in figures
-    ]
+    chat = json.loads(bench.RAW.read_text())["chat"]
+
+    def over_vllm(arm: str) -> str:
+        first, whole, rate = (bench.ratio(chat, figure, arm).text() for figure in ("ttft_s", "e2e_s", "messages_s"))
+        return f"mean time to first token {first}, mean end-to-end time {whole}, messages/s {rate}"
+
     yield (
-        "a chat with windows of 1,900 tokens, three times the device's memory, CPU engine, `always-swap` with "
-        "`--cache cost`, two rounds",
-        f"mean time to first token {first}, mean end-to-end time {whole}, messages/s {rate}; with `--order "
-        f"mlfq:base=256`, one round, {by_order[0]}, {by_order[1]} and {by_order[2]}",
+        f"a chat with windows of {bench.mean(chat, 'window_tokens', 'vllm'):,.0f} tokens, three times the device's "
+        "memory, CPU engine, `always-swap` with `--cache cost`",
+        f"{over_vllm('cache')}; with `--order mlfq:base=256` {over_vllm('both')}",
         "-",
     )
 

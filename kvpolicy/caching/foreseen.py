@@ -14,6 +14,8 @@ class Foreseen(CachingPolicy):
     """Gives up, of the blocks that no other one there continues, the one that is asked for last, and stores none that
     is asked for after those, or never.
 
+    It takes a prompt for served when it is asked for: what one that waits needs may be given up.
+
     ``chains``: all prompts that will be asked for, in about the order in which they will be.
     """
 
