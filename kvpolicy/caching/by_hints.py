@@ -123,13 +123,14 @@ class Hinted(CachingPolicy):
         pinned = min(self._pinned(hints), len(chain))
         session = None if hints.session is None else (client, hints.session)
         is_last, is_over = hints.ended, hints.ended and over
+        now: frozenset[Key] = frozenset()
         if session is not None and self._is_past(session, request, over):
             is_last, is_over, now = True, False, frozenset(self._sessions[session].chain)
             self._release([key for key in self._private(chain, pinned) if key not in now], session)
         elif session is not None:
             self._follow(session, Latest(request, () if is_over else tuple(chain)))
         if hints.once:
-            self._release([key for key in chain[pinned:] if key not in self], None)
+            self._release([key for key in chain[pinned:] if key not in self and key not in now], None)
         elif is_over:
             self._release(self._private(chain, pinned), session)
         until_s = now_s + (self.limits.keep_s if hints.keep_s is None else min(hints.keep_s, self.limits.keep_s))

@@ -122,8 +122,13 @@ def test_a_load_of_no_request_is_not_reported_whether_it_fails_or_not(by_request
     assert (connector._failed_requests, connector._failed_blocks) == (({"r"}, set()) if by_request else (set(), {5}))
 
 
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_blocks_that_another_connector_may_write_to_are_off_the_device_before_the_worker_goes_on(at_once: bool) -> None:
+def test_blocks_that_another_connector_may_write_to_are_off_the_device_before_the_worker_goes_on(
+    at_once: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU files are read while the step computes; on a GPU they are anyway."""
+    monkeypatch.setattr("kvpolicy_vllm.plugin.connector.platform", lambda: SimpleNamespace(is_cpu=lambda: on_cpu))
     called: list[str] = []
     copier = SimpleNamespace(
         finish=lambda blocks: called.append("finish"), save=lambda job, blocks: called.append("save"),
@@ -136,4 +141,4 @@ def test_blocks_that_another_connector_may_write_to_are_off_the_device_before_th
     connector.handle_preemptions(jobs)
     connector.handle_preemptions(jobs)  # vLLM may call twice in a step
     saved = ["finish", "save", *(["drain"] if at_once else [])]
-    assert called == [*saved, "files", "files"], "on a CPU files are read while the step computes"
+    assert called == [*saved, *(["files"] * 2 if on_cpu else [])]

@@ -317,7 +317,7 @@ class PromptCache:
         found, backlog_s = files.leading(keys), files.backlog_s()
         if not found:
             return False
-        blocks = found if files.suspended else files.in_time(min(found, files.room))
+        blocks = found if files.suspended else max(1, files.in_time(min(found, files.room)))
         # Beside going on with what host memory has: that can be loaded without waiting for a file.
         asked = first * self._size, blocks, 0
         worth = self._is_worth_loading(request, asked, backlog_s + files.read_s(blocks))

@@ -132,8 +132,8 @@ def test_files_hear_of_hints_as_host_memory_does() -> None:
 
 
 def test_files_are_read_where_that_beats_going_on_with_host_memory() -> None:
-    """A block takes 1.5 ms to read after the first 1.5 ms, and 1.6 ms to compute: two that follow three in host memory
-    take longer so."""
+    """A block takes 1 ms to read after the first 1.5 ms, and 1.6 ms to compute: two that follow three in host memory
+    take longer to read."""
     cache = replace(CACHE, file_blocks=40, file_queue_blocks=40, file_latency_s=0.0015)
     server = replace(SERVER, host_blocks=6, cache=cache)
     hits = run(talks(1, 2, 3, 4, 2), server, spec="python:tests.priced:Priced").summary.prefix_hits
