@@ -5,13 +5,14 @@
         [--json FILE]
 
 DIR holds ``traces/mooncake_*.jsonl.gz``, ``traces/agentic_*.jsonl.gz`` and ``lengths/sharegpt_*.csv.gz``. Every prompt
-is asked for in the order of arrival and stored whole; capacities are shares of the distinct blocks. A block's price is
-what Llama-3.1-8B computes for its tokens after those before it, by its FLOPs on an H100: longer prompts cost more per
-token. With ``--cost-model``, a folder, a shipped model or ``analytic:DEVICE[@LINK]:CONFIG``, it is what that model says
-of computing these tokens less what it says of loading them. Blocks of agentic sessions are of 1,024 tokens, sixteen of
-the recorded ones; when sessions start was not recorded and is drawn, as often as there are seeds. ShareGPT's table has
-lengths only: rows whose prompts grow are taken for conversations, and their starts and pauses are drawn. ``--parts``
-cuts a recorded order of prompts, which no seed changes, into as many stretches, each served from an empty cache.
+is asked for in the order of arrival and stored as far as the policy makes room for it; capacities are shares of the
+distinct blocks. A block's price is what Llama-3.1-8B computes for its tokens after those before it, by its FLOPs on an
+H100: longer prompts cost more per token. With ``--cost-model``, a folder, a shipped model or
+``analytic:DEVICE[@LINK]:CONFIG``, it is what that model says of computing these tokens less what it says of loading
+them. Blocks of agentic sessions are of 1,024 tokens, sixteen of the recorded ones; when sessions start was not recorded
+and is drawn, as often as there are seeds. ShareGPT's table has lengths only: rows whose prompts grow are taken for
+conversations, and their starts and pauses are drawn. ``--parts`` cuts a recorded order of prompts, which no seed
+changes, into as many stretches, each served from an empty cache.
 
 With ``--json`` every row is written when it is done, and those that the file has are not made again.
 docs/caching-policies.json has two such files, gathered by ``tools/caching_tables.py``.

@@ -16,8 +16,8 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvpolicy import fields
 from kvpolicy.caching import KINDS
+from kvpolicy.caching.base import Part
 from kvpolicy.errors import InputError
 from kvpolicy.fields import POSITIVE, Rule, option, validate
 from kvpolicy.settings import GIB
@@ -84,6 +85,16 @@ class TierSettings:
         validate(self)
 
 
+@dataclass(slots=True)
+class Asked:
+    """What tiers know of a request, which vLLM keeps for them."""
+
+    tiers: set[int] = field(default_factory=set)
+    """Those that were told what it asks for, by their ids."""
+    places: dict[OffloadKey, int] = field(default_factory=dict)
+    """Place of each chunk of its prompt among those of its KV cache group."""
+
+
 class BoundedFileTier(SecondaryTierManager):
     """:class:`kvpolicy.tiers.FileTier` over the rows of vLLM's host memory, each of them a chunk of all ranks.
 
@@ -107,6 +118,7 @@ class BoundedFileTier(SecondaryTierManager):
         how = fields.read(TierSettings, settings, "secondary_tiers")
         self.locality = Locality(how.locality) if how.locality else None
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._groups = len(offloading_spec.config.groups)
         self._max_held = min(MAX_QUEUED_BLOCKS, max(1, len(self._rows) // SHARE))
         """Chunks that stores hold. vLLM gives up none of a job that has not ended, and saves nothing to host memory
         where all are held, as on a slow disk."""
@@ -171,29 +183,46 @@ class BoundedFileTier(SecondaryTierManager):
         return None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        there = self.tier is not None and self.tier.lookup([self._salt + key])
-        return LookupResult.HIT if there else LookupResult.MISS
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """A miss, too, where host memory could not hold the prompt up to there: vLLM brings all that is found before it
+        loads any, and would give up the beginning for the end, and the other way round, without end."""
         tier = self.tier
         if tier is None:
-            return
-        for chain in self._chains(keys, req_context):
-            tier.asked([self._salt + key for key in chain])
+            return LookupResult.MISS
+        asked = self._ask(req_context)
+        fits = asked.places.get(key, 0) < max(1, len(self._rows) // self._groups)
+        return LookupResult.HIT if fits and tier.lookup([self._salt + key]) else LookupResult.MISS
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._ask(req_context)
+
+    def _ask(self, request: ReqContext) -> Asked:
+        """Tell the files once what the request asks for: vLLM says nothing of uses but that it looks chunks up."""
+        asked: Asked | None = request.get_state(Asked)
+        if asked is None:
+            request.set_state(asked := Asked())
+        tier = self.tier
+        if tier is not None and id(self) not in asked.tiers:
+            for chain in self._prompts(request).values():
+                asked.tiers.add(id(self))
+                asked.places.update((key, place) for place, key in enumerate(chain))
+                tier.asked([self._salt + key for key in chain])
+        return asked
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         if self.tier is None or not self._may_hold(len(job_metadata.keys)):
             self._ended.append(JobResult(job_metadata.job_id, False))
             return
+        self._ask(job_metadata.req_context)
         chunk_of = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
+        prompts = self._prompts(job_metadata.req_context)
         failed = self._begin(job_metadata)
-        for chain in self._chains(job_metadata.keys, job_metadata.req_context):
-            number = next(self._numbers)
-            salted = [self._salt + key for key in chain]
-            there = {key for key in salted if self.tier.lookup([key])}
-            rows = {index: [self._rows[chunk_of[key]]] for index, key in enumerate(chain)}
+        for group, keys in self._chains(job_metadata.keys, job_metadata.req_context).items():
+            number, chain = next(self._numbers), part_of(prompts.get(group, ()), keys)
+            salted = Part((self._salt + key for key in chain), chain.first)
+            rows = {index: [self._rows[chunk_of[key]]] for index, key in enumerate(chain) if key in chunk_of}
+            there = {index for index in rows if self.tier.lookup([salted[index]])}
             taken = self.tier.store(number, salted, rows)
-            failed.update(chain[index] for index in {*rows} - {*taken} if salted[index] not in there)
+            failed.update(chain[index] for index in {*rows} - {*taken} - there)
             if taken:
                 self._part(number, job_metadata)
         self._settle(job_metadata.job_id)
@@ -239,14 +268,21 @@ class BoundedFileTier(SecondaryTierManager):
             return
         if self._opened is not None:
             self._opened.close()
+        self._rows = self._rows[:0].copy()  # vLLM cannot unmap its host memory while anybody has a view of it
+
+    def _prompts(self, request: ReqContext) -> dict[int, list[OffloadKey]]:
+        """By KV cache group, all chunks of the request that vLLM has named so far, in their order."""
+        return self._chains(getattr(request, "_offload_key_positions", ()), request)
 
     @staticmethod
-    def _chains(keys: Collection[OffloadKey], request: ReqContext) -> list[list[OffloadKey]]:
+    def _chains(keys: Collection[OffloadKey], request: ReqContext) -> dict[int, list[OffloadKey]]:
         """The keys by KV cache group, each in the order of the request's tokens as far as vLLM says it."""
         groups: dict[int, list[OffloadKey]] = {}
         for key in keys:
             groups.setdefault(get_offload_group_idx(key), []).append(key)
-        return [sorted(chain, key=lambda key: request.get_offload_key_position(key) or 0) for chain in groups.values()]
+        for chain in groups.values():
+            chain.sort(key=lambda key: request.get_offload_key_position(key) or 0)
+        return groups
 
     def _begin(self, job: TransferJob) -> set[OffloadKey]:
         self._jobs[job.job_id], self._open[job.job_id] = job, 0
@@ -287,6 +323,16 @@ class BoundedFileTier(SecondaryTierManager):
         del self._open[job_id]
         done = tuple(key for key in job.keys if key not in failed)
         self._ended.append(JobResult(job_id, not failed, done if failed and job.is_promotion else None))
+
+
+def part_of(prompt: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> Part[OffloadKey]:
+    """The part of a prompt that has these chunks, with the one before them: a store has those of one step alone. The
+    keys themselves where some are not of the prompt."""
+    place = {key: at for at, key in enumerate(prompt)}
+    if not all(key in place for key in keys):
+        return Part(keys)
+    first = max(0, place[keys[0]] - 1)
+    return Part(prompt[first : place[keys[-1]] + 1], first)
 
 
 def refuse_small(max_gib: float, row_bytes: int) -> None:

@@ -11,6 +11,7 @@ neither kvpolicy's scheduler nor its connector, beside which vLLM's cannot serve
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
@@ -80,13 +81,15 @@ class CostCachePolicy(CachePolicy):
             return None
         unavailable = _Unavailable(protected, self._idle)
         keys = self._policy.evict(n, unavailable)
+        gone = set(keys)
         # Chunks before one that a transfer uses, and new ones.
         for others in (reversed(self._new), iter(self._chunks)):
-            more = [key for key in others if key not in unavailable and key not in keys] if len(keys) < n else []
-            for key in more[: n - len(keys)]:
+            more = (key for key in others if key not in unavailable and key not in gone)
+            for key in [*islice(more, n - len(keys))]:
                 if self._new.pop(key, self) is self:
                     self._policy.lost(key)
                 keys.append(key)
+                gone.add(key)
         self._idle.difference_update(keys)
         return [(key, self._chunks.pop(key)) for key in keys]
 

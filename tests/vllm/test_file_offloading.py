@@ -28,7 +28,9 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 
 from kvpolicy.caching import ByCost
 from kvpolicy.errors import InputError
+from kvpolicy.tiers import digest_of_key
 from kvpolicy.tiers.block_files import OUTDATED_NS
+from kvpolicy.tiers.block_format import NO_PARENT
 from kvpolicy_vllm.file_offloading import BoundedFileTier
 from kvpolicy_vllm.plugin import file_namespace, register
 from kvpolicy_vllm.plugin.kv_settings import settings_of
@@ -114,7 +116,6 @@ class Server:
         for key in keys[hits:]:
             assert self.save([key], request)
             self.step()
-        self.manager.touch(keys, request)
         self.manager.on_request_finished(request)
         self.step()
         assert not self.manager.has_pending_work()
@@ -140,8 +141,9 @@ class Server:
         return True
 
     def stop(self) -> None:
-        del self.rows, self.tier._rows
+        del self.rows
         self.manager.shutdown()
+        assert not self.tier._rows.size, "nobody has a view of host memory, which vLLM unmaps"
 
 
 def bytes_of(key: OffloadKey) -> np.ndarray:
@@ -182,6 +184,36 @@ def test_chunks_that_left_host_memory_are_loaded_from_files(servers: Any) -> Non
     assert [server.serve(keys) for keys in prompts] == [3, 3, 3, 3], "host memory holds four chunks"
     usage = server.tier.tier.usage()
     assert usage.counts["loaded"] >= 9 and usage.blocks == 12
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "cost"])
+def test_what_is_asked_for_again_stays_though_more_comes_than_files_hold(servers: Any, policy: str) -> None:
+    """Twenty chunks; vLLM tells of no use, but that it looks them up."""
+    server = servers(settings={"eviction_policy": policy})
+    found = []
+    for number in range(10):
+        server.serve(keys_of(str(number), 3))
+        found.append(server.serve(keys_of("a", 3)))
+    assert found == [0, *[3] * 9]
+
+
+def test_chunks_that_come_one_by_one_are_parts_of_one_prompt(servers: Any) -> None:
+    """As those of a prompt that is computed in several steps: each follows the one before it."""
+    server = servers()
+    server.serve(keys_of("a", 3))
+    names = server.tier.tier._there.values()
+    first, second, third = (digest_of_key(key) for key in keys_of("a", 3))
+    assert {name.key: name.parent for name in names} == {first: NO_PARENT, second: first, third: second}
+
+
+def test_no_more_of_a_prompt_is_found_than_host_memory_holds(servers: Any) -> None:
+    """vLLM brings all that is found before it loads any: it would never have all of six chunks in memory of four."""
+    server = servers()
+    keys = keys_of("a", 6)
+    server.serve(keys)
+    server.serve(keys_of("b", 4))
+    asked = server.begin(keys)
+    assert [server.tier.lookup(key, asked) for key in keys] == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 2
 
 
 def test_it_is_found_by_its_name_alone_once_the_plugin_is_loaded(servers: Any) -> None:
