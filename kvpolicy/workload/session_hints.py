@@ -21,8 +21,8 @@ DEFAULT_KEEP_S = 600.0
 class Hinting(Scaled):
     """Requests with hints by their sessions; hints that they had are replaced.
 
-    A request without the name of a session continues the session of the last one before it whose whole prompt, as far
-    as it fills blocks of prefix ids, it begins with. One without prefix ids says nothing.
+    A request without the name of a session continues that of the longest prompt before it which it begins with, as far
+    as that fills blocks of prefix ids, and which no other one has continued. One without prefix ids says nothing.
 
     ``kind``: :data:`SESSIONS` is what a client knows: which session a request is of, and that it may go on. Every
     request asks to keep its window for ``keep_s`` seconds, the last one of its session, too. :data:`HINDSIGHT` also
@@ -81,7 +81,8 @@ def with_sessions(requests: Iterable[Request]) -> Iterator[tuple[Request, int | 
 
 
 class _Prompts:
-    """A tree of prefix ids, with the session of each prompt where that ends."""
+    """A tree of prefix ids, with the session of each prompt where that ends, until another one continues it: a short
+    prompt with which all begin, such as a system prompt, is not taken for the turn before each of them."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], int] = {}
@@ -89,11 +90,13 @@ class _Prompts:
         self._session: dict[int, int] = {}
 
     def session_of(self, request: Request, new: int) -> int:
-        """That of the longest prompt so far with which this one begins, or else ``new``; this one is of it, too."""
-        session, node = new, 0
+        """That of the longest prompt so far with which this one begins and that none has continued, or else ``new``;
+        this one is of it, too."""
+        node = continued = 0
         for prefix_id in request.prefix[: request.prompt_tokens // request.prefix_block_tokens]:
             node = self._nodes.setdefault((node, prefix_id), len(self._nodes) + 1)
-            session = self._session.get(node, session)
+            continued = node if node in self._session else continued
+        session = self._session.pop(continued, new)
         if node:
             self._session[node] = session
         return session

@@ -38,6 +38,12 @@ def test_prompts_that_begin_with_another_whole_one_continue_it() -> None:
     assert hints_of("hindsight", asked()) == hints_of("sessions", asked()) == [NO_HINTS]
 
 
+def test_a_prompt_is_continued_once() -> None:
+    """What all begin with, as a system prompt, is no conversation of theirs."""
+    prompts = [asked(1), asked(1, 2), asked(1, 3), asked(1, 2, 4), asked(1, 3, 5), asked(1, 6), asked(1, 2)]
+    assert [session for _, session in with_sessions(prompts)] == [0, 0, 1, 0, 1, 2, 3]
+
+
 def test_a_block_that_the_prompt_does_not_fill_is_none_of_it() -> None:
     """Ids may go on with what is generated, and the next prompt has other tokens in the last block."""
     first = Request(0.0, 2 * BLOCK + 5, 5, (1, 2, 3), BLOCK)
