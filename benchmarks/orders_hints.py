@@ -12,6 +12,7 @@ same rank of something else. Ratios are to vLLM's order with the same cache, geo
 interval.
 
 With ``--json`` every run is written when it is done, and those that the file has are not made again.
+docs/orders-hints.json has those of docs/requests.md.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ CHAT, ONCE = "chat", "once"
 CACHES = (NONE, "lru")
 HOST_GIB = 64.0
 BEHIND = "mlfq:base=256"
+TIMES, FIGURES = ("ttft_s", "e2e_s"), ("throughput_tok_s", "prefix_hits", "preemptions")
 
 
 class ByHints(Order):
@@ -90,6 +92,12 @@ def mixed(data: Path, count: int, seed: int) -> Workload:
     return Workload("chats and prompts", tuple(together), seed)
 
 
+def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a run."""
+    by_class = {name: {figure: of[figure] for figure in TIMES} for name, of in summary["classes"].items()}
+    return {name: summary[name] for name in (*TIMES, *FIGURES)} | {"classes": by_class}
+
+
 class Results:
     """Runs by arm and seed."""
 
@@ -104,8 +112,7 @@ class Results:
             return
         arriving = setting.at_load(work, lacking[0].load)
         for arm in lacking:
-            found = asdict(replace(setting, order=ORDERS[arm.order]).summary(arriving, arm.cache))
-            del found["simulator_wall_s"]
+            found = figures_of(asdict(replace(setting, order=ORDERS[arm.order]).summary(arriving, arm.cache)))
             self._runs[arm, seed] = self._file.add({"arm": asdict(arm), "seed": seed, "found": found})["found"]
 
     def of(self, arm: Arm, seeds: Sequence[int]) -> list[Mapping[str, Any]]:

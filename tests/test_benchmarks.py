@@ -873,6 +873,28 @@ def test_caching_study_compares_hints_beyond_capacity_and_goes_on_where_it_stopp
     assert "'s4fifo': should be of lru" in run(*command[:7], "--policies", "s4fifo").stderr
 
 
+def test_orders_by_hints_are_those_by_classes(tmp_path: Path) -> None:
+    """And what the page has is what the raw numbers come to."""
+    (tmp_path / "lengths").mkdir()
+    rows = "".join(f"{500 * turn + talk},{100 + talk}\n" for talk in range(30) for turn in (1, 2, 3))
+    table = gzip.compress(b"prompt_tokens,output_tokens\n" + rows.encode())
+    (tmp_path / "lengths" / "sharegpt_made.csv.gz").write_bytes(table)
+    asked = ("orders_hints.py", "--data", str(tmp_path), "--requests", "40", "--seeds", "2", "--load", "1.2")
+    done, again = (run(*asked, "--json", str(tmp_path / "out")) for _ in range(2))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == again.stdout and len(json.loads((tmp_path / "out").read_text())["rows"]) == 20
+    lines = [line.split()[3:] for line in done.stdout.splitlines()[1:]]
+    assert len(lines) == 10 and lines[3] == lines[4] and lines[8] == lines[9]
+    assert "has no lengths/sharegpt" in run(*asked[:2], str(tmp_path / "none")).stderr
+    orders, page = import_module("orders_hints"), (ROOT / "docs" / "requests.md").read_text()
+    found = orders.Results(import_module("row_file").RowFile.read(ROOT / "docs" / "orders-hints.json", {}))
+    for cache in orders.CACHES:
+        for order in orders.ORDERS:
+            cells = orders.row(orders.Arm(1000, 1.2, cache, order), found, range(3))
+            shown = [f"`{cache}`", f"`{order}`", *cells[3:9], *cells[10:12]]
+            assert f"| {' | '.join(one.replace('-', ' to ') if '(' in one else one for one in shown)} |" in page
+
+
 def test_caching_study_compares_what_decides_on_a_link_where_a_load_takes_longer(
     long_prompts: Path, tmp_path: Path
 ) -> None:
