@@ -343,7 +343,7 @@ def hinting(options: argparse.Namespace, name: str, seed: int) -> Callable[[str]
     @functools.cache
     def hinted(kind: str) -> Workload:
         work = requests_of(options.data, name, seed, options.requests or REQUESTS[name], kind, options.keep)
-        assert work is not None, "asked of a file that is there"
+        assert work is not None, "the file was found before"
         return work
 
     return hinted

@@ -47,7 +47,7 @@ TIMES, FIGURES = ("ttft_s", "e2e_s"), ("throughput_tok_s", "prefix_hits", "preem
 
 
 class ByHints(Order):
-    """Those whose window will be asked for again go before those that come once."""
+    """Chats, whose KV will be reused, go before one-shot requests."""
 
     name = "hints"
     displaces_by_rank = True
@@ -93,7 +93,7 @@ def mixed(data: Path, count: int, seed: int) -> Workload:
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a run."""
+    """The figures of a run's summary that are written."""
     by_class = {name: {figure: of[figure] for figure in TIMES} for name, of in summary["classes"].items()}
     return {name: summary[name] for name in (*TIMES, *FIGURES)} | {"classes": by_class}
 
@@ -126,6 +126,8 @@ HEADS = (
 
 
 def row(arm: Arm, results: Results, seeds: Sequence[int]) -> list[str]:
+    """Means over seeds, and ratios to vLLM's order with the same cache."""
+
     runs, stock = results.of(arm, seeds), results.of(replace(arm, order="fcfs"), seeds)
 
     def figure(run: Mapping[str, Any], name: str, kind: str | None) -> float:
