@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 
 from kvpolicy.caching import ByCost
 from kvpolicy.errors import InputError
-from kvpolicy.tiers import digest_of_key
+from kvpolicy.tiers import FileTier, digest_of_key
 from kvpolicy.tiers.block_files import OUTDATED_NS
 from kvpolicy.tiers.block_format import NO_PARENT
 from kvpolicy_vllm.file_offloading import BoundedFileTier
@@ -478,6 +479,33 @@ def test_a_server_that_ends_before_hashes_are_seeded_opens_no_files(
     server = servers()
     server.stop()
     assert not server.tier._opening.is_alive() and not [*(tmp_path / "kv").iterdir()]
+
+
+def test_the_end_does_not_wait_for_files_that_hang_while_they_are_opened(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And files that are open later are closed again."""
+    begun, gate, open_tier = threading.Event(), threading.Event(), FileTier.open
+    closed: list[FileTier] = []
+
+    def hanging(*arguments: Any) -> FileTier:
+        begun.set()
+        gate.wait()
+        tier = open_tier(*arguments)
+        monkeypatch.setattr(tier, "close", lambda close=tier.close: (closed.append(tier), close()))
+        return tier
+
+    monkeypatch.setattr("kvpolicy_vllm.file_offloading.MAX_HANG_S", 0.01)
+    monkeypatch.setattr("kvpolicy_vllm.file_offloading.FileTier.open", hanging)
+    with monkeypatch.context() as patch:
+        patch.delattr(kv_cache_utils, "NONE_HASH")
+        server = servers()
+    assert begun.wait(60.0)
+    server.tier.shutdown()
+    assert server.tier._opening.is_alive()
+    gate.set()
+    server.tier._opening.join()
+    assert server.tier._opened is None and len(closed) == 1
 
 
 def test_a_directory_that_is_lost_before_files_are_open_serves_without_them(
