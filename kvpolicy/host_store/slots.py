@@ -95,7 +95,7 @@ class HostStore:
         block = self._by_key.get(key)
         return block is not None and self.watched.get(place) is not block
 
-    def leading(self, keys: Iterable[Hashable]) -> int:
+    def lookup(self, keys: Iterable[Hashable]) -> int:
         """How many of these contents have a slot, up to the first one that has none."""
         count = 0
         for key in keys:
@@ -110,7 +110,7 @@ class HostStore:
     def asked(self, chain: Chain) -> None:
         """A new request has this prompt: the keys of its full blocks. Without effect where nothing is cached."""
         if self.cache is not None and chain:
-            self.cache.asked(chain, self.leading(chain))
+            self.cache.asked(chain, self.lookup(chain))
 
     def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
         """A request with this window, keys of full blocks, came with hints, granted to this client, or is ``over``; see
@@ -151,7 +151,7 @@ class HostStore:
                 self._watch(block)
 
     def hold(self, copy: HostCopy, keys: Iterable[Hashable]) -> None:
-        """Let a new copy need contents that :meth:`leading` has found, in order. They are not evicted while it does.
+        """Let a new copy need contents that :meth:`lookup` has found, in order. They are not evicted while it does.
         One that is not there is a block without a slot, which cannot be loaded."""
         self._copies[copy] = None
         for key in keys:

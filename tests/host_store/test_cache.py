@@ -37,11 +37,11 @@ def serve(store: HostStore, text: str, first_place: int, asked: int | None = Non
 def test_what_the_device_loses_is_saved_and_found() -> None:
     store = HostStore(8, Lru(8))
     places = serve(store, "abc", 10)
-    assert store.leading(chain("abc")) == 0 and store.used == 0, "it is still on the device"
+    assert store.lookup(chain("abc")) == 0 and store.used == 0, "it is still on the device"
     assert keys(store.lost(places[1:])) == ["ab", "abc"]
-    assert (store.leading(chain("abcd")), store.leading(chain("abcd")[1:])) == (0, 2)
+    assert (store.lookup(chain("abcd")), store.lookup(chain("abcd")[1:])) == (0, 2)
     assert (store.used, store.free, store.cached) == (0, 8, 2), "whoever needs a slot can have them all"
-    assert keys(store.lost(places)) == ["a"] and store.leading(chain("abcd")) == 3
+    assert keys(store.lost(places)) == ["a"] and store.lookup(chain("abcd")) == 3
 
 
 def test_without_a_policy_nothing_is_cached() -> None:
@@ -59,7 +59,7 @@ def test_a_hit_holds_its_contents_while_it_is_loaded() -> None:
     assert store.begin_load(hit, range(2)) == []
     assert store.obtainable(1000, 3) == 1
     assert keys(store.lost(serve(store, "xyz", 20))) == ["x"], "and abc goes for it"
-    assert store.leading(chain("abc")) == 2 and store.counts.refused == 2
+    assert store.lookup(chain("abc")) == 2 and store.counts.refused == 2
     store.release(hit)
     assert (store.used, store.cached) == (0, 3)
 
@@ -71,7 +71,7 @@ def test_a_copy_takes_the_slots_of_cached_contents_before_another_copy_is_given_
     store.lost(serve(store, "ab", 10))
     assert (store.obtainable(20, 2), store.obtainable(20, 3), store.obtainable(5, 3)) == (2, 3, 2)
     store.add(long, [(None, 2), (None, 3)])
-    assert store.given_up == [] and store.used == 3 and store.leading(chain("ab")) == 0
+    assert store.given_up == [] and store.used == 3 and store.lookup(chain("ab")) == 0
     assert store.counts.evicted == 2
 
 
@@ -93,15 +93,15 @@ def test_what_a_copy_needed_stays_when_it_is_done_with() -> None:
     store.lost(places)
     assert store.used == 3 and store.counts.stored == 0, "saved for the copy"
     store.release(copy)
-    assert (store.used, store.cached, store.leading(chain("ab"))) == (0, 2, 2)
+    assert (store.used, store.cached, store.lookup(chain("ab"))) == (0, 2, 2)
 
 
 def test_a_content_that_is_still_on_the_device_is_saved_again_after_it_was_evicted() -> None:
     store = HostStore(1, Lru(1))
     store.lost(serve(store, "a", 10))
     serve(store, "a", 30)  # it came back to the device
-    assert keys(store.lost(serve(store, "x", 20))) == ["x"] and store.leading(["a"]) == 0
-    assert keys(store.lost([30])) == ["a"] and store.leading(["a"]) == 1
+    assert keys(store.lost(serve(store, "x", 20))) == ["x"] and store.lookup(["a"]) == 0
+    assert keys(store.lost([30])) == ["a"] and store.lookup(["a"]) == 1
 
 
 def test_one_that_is_stored_is_not_saved_twice() -> None:
@@ -118,7 +118,7 @@ def test_after_a_change_of_weights_nothing_is_found() -> None:
     store.hold(hit, ["a"])
     store.begin_load(hit, range(1))
     store.forget_keys()
-    assert store.leading(chain("ab")) == 0 and not store.watched and (store.used, store.cached) == (1, 0)
+    assert store.lookup(chain("ab")) == 0 and not store.watched and (store.used, store.cached) == (1, 0)
     assert store.cache is not None and len(store.cache) == 0
     store.release(hit)
     assert (store.used, store.cached) == (0, 0), "an old content does not come back when its load has ended"
@@ -133,7 +133,7 @@ def test_a_save_that_failed_leaves_nothing_to_be_found() -> None:
     for block in (*lost, *lost):
         store.spoiled(block)
     assert (store.counts.stored, store.counts.spoiled) == (2, 2), "the load fails, too"
-    assert store.leading(["a"]) == 0 and store.leading(["ab"]) == 0 and (store.used, store.cached) == (1, 0)
+    assert store.lookup(["a"]) == 0 and store.lookup(["ab"]) == 0 and (store.used, store.cached) == (1, 0)
     store.release(hit)
     assert (store.used, store.cached) == (0, 0) and store.cache is not None and len(store.cache) == 0
 
@@ -146,7 +146,7 @@ def test_what_a_copy_needed_stays_where_a_save_would_not_pay() -> None:
     store.add(copy, [("c", 30), ("cd", 31)])
     assert keys(store.lost([30, 31])) == ["c", "cd"]
     store.release(copy)
-    assert store.leading(["c", "cd"]) == 2
+    assert store.lookup(["c", "cd"]) == 2
 
 
 def test_what_is_not_worth_a_load_is_not_stored() -> None:
@@ -160,7 +160,7 @@ def test_what_is_not_worth_a_load_is_not_stored() -> None:
     store.add(copy, [("c", 30), ("cd", 31)])
     store.lost([30, 31])
     store.release(copy)
-    assert store.leading(["c"]) == 0 and store.cached == 3, "nor what only a copy needed"
+    assert store.lookup(["c"]) == 0 and store.cached == 3, "nor what only a copy needed"
 
 
 def test_saves_of_cached_contents_have_an_owner() -> None:
@@ -186,9 +186,9 @@ def test_what_the_policy_would_leave_out_comes_all_the_same_where_a_tier_below_t
     assert store.lost(serve(store, "xyz", 20)) == [] and store.counts.refused == 3
     store.worth_handing_on = lambda key, blocks: blocks == 3 and key != "xy"
     assert keys(store.lost(serve(store, "xyz", 20))) == ["x", "xyz"]
-    assert store.leading(chain("abcd")) == 2 and store.stored(chain("xyz")) == 2
+    assert store.lookup(chain("abcd")) == 2 and store.stored(chain("xyz")) == 2
     assert keys(store.lost(serve(store, "uvw", 30))) == ["u", "uv", "uvw"]
-    assert store.stored(chain("xyz")) == 0 and store.leading(chain("abcd")) == 1, "a third slot was needed"
+    assert store.stored(chain("xyz")) == 0 and store.lookup(chain("abcd")) == 1, "a third slot was needed"
     assert store.lost(serve(store, "mn", 40)) == [] and store.stored(chain("uvw")) == 3
 
 
@@ -209,7 +209,7 @@ def test_what_a_hint_holds_back_gets_its_room_and_the_rest_what_the_policy_gives
     places = pin(store, "abcd", 20)
     assert keys(store.lost(places)) == ["a", "ab", "abc"] and store.counts.refused == 1, "its share is three blocks"
     assert store.lost(places) == [] and store.lost(serve(store, "mn", 30)) == []
-    assert store.leading(chain("abc")) == store.leading(chain("uvw")) == 3, "nobody else had to go"
+    assert store.lookup(chain("abc")) == store.lookup(chain("uvw")) == 3, "nobody else had to go"
 
 
 def test_what_is_left_out_and_what_is_forgotten_takes_no_share_of_hints() -> None:
@@ -232,7 +232,7 @@ def test_while_too_much_waits_to_be_saved_only_what_is_not_to_be_missed_is_saved
     store.takes_saves = lambda: False
     lost = [*pin(store, "uv", 20), *serve(store, "xyz", 30), *reversed(places)]
     assert {*keys(store.lost(lost))} == {"u", "a", "uv", "ab", "abc"}
-    assert (store.counts.refused, store.counts.stored) == (3, 6) and store.leading(chain("abcd")) == 4
+    assert (store.counts.refused, store.counts.stored) == (3, 6) and store.lookup(chain("abcd")) == 4
     store.worth_saving = lambda blocks: False
     assert keys(store.lost(pin(store, "st", 40))) == [], "it would not be loaded either"
     plain = HostStore(8, Lru(8))
@@ -287,8 +287,8 @@ def test_the_block_before_a_new_one_is_not_evicted_for_it() -> None:
     store = HostStore(2, ByCost(2, lambda position: 100.0**position))
     places = serve(store, "ab", 10) + serve(store, "x", 20)
     store.lost([places[0], places[2]])
-    assert store.leading(["a"]) == store.leading(["x"]) == 1
-    assert keys(store.lost([places[1]])) == ["ab"] and store.leading(chain("ab")) == 2
+    assert store.lookup(["a"]) == store.lookup(["x"]) == 1
+    assert keys(store.lost([places[1]])) == ["ab"] and store.lookup(chain("ab")) == 2
 
 
 def test_a_copy_gets_a_slot_even_where_the_policy_has_none_to_give_up() -> None:
@@ -297,7 +297,7 @@ def test_a_copy_gets_a_slot_even_where_the_policy_has_none_to_give_up() -> None:
     store.lost(serve(store, "ab", 10))
     copy = HostCopy(20)
     assert keys(store.add(copy, [("ab", 11), (None, 12)])) == [None]
-    assert store.leading(["a"]) == 0 and store.leading(["ab"]) == 1
+    assert store.lookup(["a"]) == 0 and store.lookup(["ab"]) == 1
 
 
 def test_what_a_request_has_generated_is_of_the_same_turn() -> None:
@@ -411,7 +411,7 @@ class Device:
         """A prompt is found in host memory; its load takes a while."""
         blocks = chain("".join(self.random.choice("ab") for _ in range(4)))
         self.store.asked(blocks)
-        count = self.store.leading(blocks)
+        count = self.store.lookup(blocks)
         if count:
             copy = HostCopy(count)
             self.store.hold(copy, blocks[:count])

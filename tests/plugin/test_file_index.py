@@ -72,9 +72,9 @@ def test_what_comes_to_host_memory_is_stored_and_there_once_all_ranks_say_so() -
     assert job.slots == tuple(block.slot for block in reversed(blocks))
     assert core.pool.used == 3 and core.index.under_way, "their slots are kept"
     core.report(job, ranks=1)
-    assert core.index.leading(CHAIN) == 0 and core.pool.used == 3
+    assert core.index.lookup(CHAIN) == 0 and core.pool.used == 3
     core.report(job, ranks=1)
-    assert core.index.leading(CHAIN) == core.index.leading([*CHAIN, b"d"]) == 3
+    assert core.index.lookup(CHAIN) == core.index.lookup([*CHAIN, b"d"]) == 3
     assert core.pool.used == 0 and core.pool.cached == 3 and core.counts["stored"] == 3
     core.index.saved(blocks)
     assert core.jobs() == ([], [])
@@ -116,7 +116,7 @@ def test_what_one_rank_could_not_store_is_not_there() -> None:
     core.save(CHAIN)
     ((job,), _) = core.jobs()
     core.report(job, failed=[b"b"])
-    assert core.index.leading(CHAIN) == 1 and core.index.leading([b"c"]) == 1
+    assert core.index.lookup(CHAIN) == 1 and core.index.lookup([b"c"]) == 1
     assert core.counts["store_failed"] == 1 and core.pool.used == 0
 
 
@@ -129,12 +129,12 @@ def test_a_part_of_a_block_that_some_rank_has_not_is_dropped() -> None:
     core.index.acknowledge(
         [FileReport(job.number, refused=(digests[1],)), FileReport(job.number, failed=(digests[2],))]
     )
-    assert set(core.index.take_drops()) == {*digests[1:]} and core.index.leading(CHAIN) == 1
+    assert set(core.index.take_drops()) == {*digests[1:]} and core.index.lookup(CHAIN) == 1
     left, lone = digest_of_key(b"left"), digest_of_key(b"lone")
     core.index.acknowledge([FileReport(found=(left, lone), ready=True)])
     assert core.index.take_drops() == (), "the other rank has yet to say what it has"
     core.index.acknowledge([FileReport(found=(left,), ready=True)])
-    assert core.index.take_drops() == (lone,) and core.index.leading([b"left"]) == 1
+    assert core.index.take_drops() == (lone,) and core.index.lookup([b"left"]) == 1
     for reset, found in ((True, (left,)), (False, ())):
         other = Core()
         other.index.acknowledge([FileReport(found=(left, lone), ready=True)])
@@ -180,13 +180,13 @@ def test_a_block_that_a_rank_gives_up_while_others_of_its_store_are_written_is_n
     ((job,), _) = core.jobs()
     core.index.acknowledge([FileReport(gone=(digest_of_key(b"b"),))])
     core.report(job)
-    assert core.index.leading(CHAIN) == core.index.leading([b"c"]) == 1 and core.index.leading([b"b"]) == 0
+    assert core.index.lookup(CHAIN) == core.index.lookup([b"c"]) == 1 and core.index.lookup([b"b"]) == 0
     assert core.counts["stored"] == 3 and core.counts["refused"] == core.counts["store_failed"] == 0
     core.index.saved(blocks)
     ((job,), _) = core.jobs()
     assert job.keys == (b"b",), "it can be stored again"
     core.report(job)
-    assert core.index.leading(CHAIN) == 3
+    assert core.index.lookup(CHAIN) == 3
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -198,7 +198,7 @@ def test_a_block_that_one_rank_gives_up_before_the_other_one_has_stored_it_is_no
     core.index.note_late()
     core.index.acknowledge([FileReport(job.number), FileReport(gone=(digest_of_key(b"a"),))])
     core.index.acknowledge([FileReport(job.number)])
-    assert core.index.leading(CHAIN) == 0 and core.index.leading(CHAIN[1:]) == 2
+    assert core.index.lookup(CHAIN) == 0 and core.index.lookup(CHAIN[1:]) == 2
     assert core.pool.used == 0 and not core.index._of_digest
 
 
@@ -210,8 +210,8 @@ def test_a_block_that_is_given_up_while_others_of_its_load_are_read_is_in_host_m
     (_, (job,)) = core.jobs()
     core.index.acknowledge([FileReport(gone=(digest_of_key(b"a"),))])
     core.report(job)
-    assert core.pool.leading(CHAIN) == 3 and core.counts["loaded"] == 3
-    assert core.index.leading(CHAIN) == 0 and core.index.leading(CHAIN[1:]) == 2
+    assert core.pool.lookup(CHAIN) == 3 and core.counts["loaded"] == 3
+    assert core.index.lookup(CHAIN) == 0 and core.index.lookup(CHAIN[1:]) == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -220,7 +220,7 @@ def test_what_one_rank_gives_up_the_others_are_told_to_drop(ranks: int) -> None:
     core.stored()
     core.index.acknowledge([FileReport(gone=(digest_of_key(b"b"),)), FileReport(gone=(digest_of_key(b"b"),))])
     assert core.index.take_drops() == ((digest_of_key(b"b"),) if ranks > 1 else ())
-    assert core.index.take_drops() == () and core.index.leading(CHAIN) == 1
+    assert core.index.take_drops() == () and core.index.lookup(CHAIN) == 1
 
 
 def test_what_is_stored_again_is_not_dropped_and_what_is_loaded_not_before_its_end() -> None:
@@ -232,7 +232,7 @@ def test_what_is_stored_again_is_not_dropped_and_what_is_loaded_not_before_its_e
     assert core.index.take_drops() == ()
     for job in core.jobs()[0]:
         core.report(job)
-    assert core.index.take_drops() == () and core.index.leading(CHAIN) == 3
+    assert core.index.take_drops() == () and core.index.lookup(CHAIN) == 3
     core.drop_from_host()
     core.index.fetch(CHAIN, 0, 3)
     (_, (job,)) = core.jobs()
@@ -275,7 +275,7 @@ def test_after_a_store_that_failed_none_is_tried_for_a_while() -> None:
     assert core.jobs() == ([], []) and core.counts == {"store_failed": 1, "refused": 1, "stored": 0}
     core.now += RENEWED_S
     core.stored([b"c"])
-    assert core.index.leading([b"c"]) == 1
+    assert core.index.lookup([b"c"]) == 1
 
 
 def test_files_hold_at_most_a_share_of_the_slots() -> None:
@@ -321,7 +321,7 @@ def test_what_a_rank_has_no_room_for_is_refused_and_has_not_failed() -> None:
     ((job,), _) = core.jobs()
     _, b, c = map(digest_of_key, CHAIN)
     core.index.acknowledge([FileReport(job.number, refused=(b, c)), FileReport(job.number, failed=(c,))])
-    assert core.index.leading(CHAIN) == 1 and core.index.leading([b"b"]) == core.index.leading([b"c"]) == 0
+    assert core.index.lookup(CHAIN) == 1 and core.index.lookup([b"b"]) == core.index.lookup([b"c"]) == 0
     assert core.counts == {"stored": 1, "refused": 1, "store_failed": 1}
 
 
@@ -349,14 +349,14 @@ def test_blocks_come_back_to_host_memory() -> None:
     core = Core()
     core.stored()
     core.drop_from_host()
-    assert core.pool.leading(CHAIN) == 0 and core.index.leading(CHAIN) == 3
+    assert core.pool.lookup(CHAIN) == 0 and core.index.lookup(CHAIN) == 3
     assert core.index.fetch(CHAIN, 1, 2)
     (_, (job,)) = core.jobs()
     assert job.keys == (b"b", b"c") and core.pool.used == 2
-    assert core.index.load_of(b"b") and not core.index.load_of(b"a") and core.pool.leading(CHAIN[1:]) == 0
+    assert core.index.load_of(b"b") and not core.index.load_of(b"a") and core.pool.lookup(CHAIN[1:]) == 0
     core.now = 0.5
     core.report(job)
-    assert core.pool.leading(CHAIN[1:]) == 2 and not core.index.load_of(b"b") and core.pool.used == 0
+    assert core.pool.lookup(CHAIN[1:]) == 2 and not core.index.load_of(b"b") and core.pool.used == 0
     assert core.counts["loaded"] == 2 and core.index.read_s(4) == pytest.approx(1.0)
     core.now += RENEWED_S
     assert core.index.read_s(4) == 0.0, "a disk may be faster by now"
@@ -381,7 +381,7 @@ def with_others(core: Core, host_blocks: int) -> list[list[bytes]]:
     for other in others:
         core.pool.asked(other)
         core.stored(other)
-    assert core.pool.cached == SLOTS and core.pool.leading(LONGER) == host_blocks
+    assert core.pool.cached == SLOTS and core.pool.lookup(LONGER) == host_blocks
     return others
 
 
@@ -395,7 +395,7 @@ def test_what_comes_from_files_does_not_push_out_what_it_continues(kind: str) ->
     assert core.index.fetch(LONGER, 3, 3)
     (_, (job,)) = core.jobs()
     core.report(job)
-    assert core.pool.leading(LONGER) == len(LONGER) and core.pool.cached == SLOTS
+    assert core.pool.lookup(LONGER) == len(LONGER) and core.pool.cached == SLOTS
 
 
 def test_what_hints_hold_back_does_not_leave_host_memory_for_what_comes_from_files() -> None:
@@ -410,11 +410,11 @@ def test_what_hints_hold_back_does_not_leave_host_memory_for_what_comes_from_fil
     (_, (job,)) = core.jobs()
     assert job.keys == (b"a",), "there is room for one"
     core.report(job)
-    assert core.pool.leading(LONGER) == 1 and all(core.pool.leading(other) == 1 for other in held)
+    assert core.pool.lookup(LONGER) == 1 and all(core.pool.lookup(other) == 1 for other in held)
     assert len(core.pool.add(last, [(None, 2000)])) == 1
     used = core.pool.used
     assert not core.index.fetch(LONGER, 0, 3) and core.jobs() == ([], [])
-    assert core.pool.used == used and all(core.pool.leading(other) == 1 for other in held)
+    assert core.pool.used == used and all(core.pool.lookup(other) == 1 for other in held)
 
 
 def test_a_disk_that_becomes_slow_is_noticed_however_long_it_was_fast() -> None:
@@ -499,7 +499,7 @@ def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:
     core.index.fetch(CHAIN, 0, 3)
     (_, (job,)) = core.jobs()
     core.report(job, failed=[b"b"])
-    assert core.pool.leading(CHAIN) == 1 and core.index.leading(CHAIN) == 1
+    assert core.pool.lookup(CHAIN) == 1 and core.index.lookup(CHAIN) == 1
     assert core.pool.free == SLOTS and core.pool.cached == 2 and core.counts["load_failed"] == 1
 
 
@@ -511,7 +511,7 @@ def test_what_came_to_the_device_meanwhile_gets_the_slot() -> None:
     (_, (job,)) = core.jobs()
     core.pool.given_back([b"a"], [77], 1)
     core.report(job)
-    assert core.pool.leading([b"a"]) == 1 and core.pool.cached == 1 and core.pool.free == SLOTS
+    assert core.pool.lookup([b"a"]) == 1 and core.pool.cached == 1 and core.pool.free == SLOTS
     assert core.pool.lost([77]) == [], "it is in host memory already"
 
 
@@ -528,12 +528,12 @@ def test_nobody_waits_for_ever_and_a_slot_that_may_be_written_to_is_not_used_aga
     core.now = MAX_WAIT_S
     for _ in range(2):
         core.index.note_late()
-        assert not core.index.load_of(b"a") and core.index.leading([b"a"]) == 0
+        assert not core.index.load_of(b"a") and core.index.lookup([b"a"]) == 0
         assert core.counts["late"] == 1 and core.pool.used == 1 and not core.index.under_way
     core.report(job, ranks=1)
     assert core.pool.used == 1, "the other rank may still be writing to its slot"
     core.report(job, ranks=1)
-    assert core.pool.used == 0 and core.pool.leading([b"a"]) == core.index.leading([b"a"]) == 1
+    assert core.pool.used == 0 and core.pool.lookup([b"a"]) == core.index.lookup([b"a"]) == 1
 
 
 def begun(core: Core, key: bytes) -> FileJob | None:
@@ -568,7 +568,7 @@ def test_a_late_load_suspends_reads_until_one_comes_in_time() -> None:
     (_, (trial,)) = core.jobs()
     assert not core.index.fetch([b"d"], 0, 1) and core.jobs()[1] == [], "one is tried at a time"
     core.report(trial)
-    assert core.pool.leading([b"c"]) == 1 and core.index.fetch([b"d"], 0, 1) and core.index.load_of(b"d")
+    assert core.pool.lookup([b"c"]) == 1 and core.index.fetch([b"d"], 0, 1) and core.index.load_of(b"d")
 
 
 def test_a_disk_that_is_always_late_is_tried_and_never_waited_for() -> None:
@@ -658,7 +658,7 @@ def test_what_comes_late_is_of_the_weights_of_its_time() -> None:
     core.index.forget()
     for job in (*stores, *loads):
         core.report(job)
-    assert core.pool.leading([b"a"]) == core.index.leading(CHAIN) == core.pool.used == 0
+    assert core.pool.lookup([b"a"]) == core.index.lookup(CHAIN) == core.pool.used == 0
 
 
 def test_reports_that_never_come_cost_no_more_than_a_share_of_the_slots(caplog: pytest.LogCaptureFixture) -> None:
@@ -678,11 +678,11 @@ def test_what_an_earlier_server_left_is_there_once_all_ranks_have_said_it() -> N
     core = Core()
     digests = tuple(map(digest_of_key, CHAIN))
     core.index.acknowledge([FileReport(found=digests[:2]), FileReport(found=digests, ready=True)])
-    assert core.index.leading(CHAIN) == 2 and not core.index.ready and core.index.under_way
+    assert core.index.lookup(CHAIN) == 2 and not core.index.ready and core.index.under_way
     core.index.acknowledge([FileReport(found=digests[2:], ready=True)])
-    assert core.index.leading(CHAIN) == 3 and core.index.ready and not core.index.under_way
+    assert core.index.lookup(CHAIN) == 3 and core.index.ready and not core.index.under_way
     core.index.acknowledge([FileReport(gone=digests[1:2])])
-    assert core.index.leading(CHAIN) == 1
+    assert core.index.lookup(CHAIN) == 1
 
 
 def test_a_caching_policy_of_files_that_fails_is_told() -> None:
@@ -711,20 +711,20 @@ def test_after_a_reset_nothing_old_is_found_and_keys_are_others() -> None:
     core.pool.forget_keys()
     core.index.forget()
     core.report(before)
-    assert core.index.leading(CHAIN) == core.index.leading([b"old"]) == 0 and core.pool.used == 0
+    assert core.index.lookup(CHAIN) == core.index.lookup([b"old"]) == 0 and core.pool.used == 0
     core.save(CHAIN)
     ((after,), _) = core.jobs()
     assert not {*after.keys} & {*before.keys}
     core.report(after)
-    assert core.index.leading(CHAIN) == 3
+    assert core.index.lookup(CHAIN) == 3
 
 
 def test_prompts_reach_the_policies_of_files_in_their_order_among_hints() -> None:
     core, ended = Core(), Hints(session="s", ended=True)
-    core.index.arrived(CHAIN)
-    core.index.arrived([])
+    core.index.asked(CHAIN)
+    core.index.asked([])
     core.index.hinted(CHAIN, ended, CHAT)
-    core.index.arrived(CHAIN)
+    core.index.asked(CHAIN)
     prompt = FileEvent(tuple(CHAIN))
     assert core.index.take_jobs()[1] == (prompt, FileEvent(tuple(CHAIN), ended, CHAT), prompt)
     assert core.index.take_jobs()[1] == ()

@@ -56,7 +56,7 @@ class WithFiles(Served):
 
     def in_files(self, request: Any) -> int:
         prompts = self.controller.prompts
-        return int(prompts.files.leading(map(prompts._key_of, request.block_hashes)))
+        return int(prompts.files.lookup(map(prompts._key_of, request.block_hashes)))
 
     def push_out_of_host_memory(self) -> None:
         pool = self.controller.copies.pool
@@ -188,7 +188,7 @@ def test_files_are_waited_for_where_that_beats_going_on_with_host_memory(model: 
     for key in keys[4:]:
         pool.cache.lost(key)
         pool._evicted(pool._by_key[key])
-    assert pool.leading(keys) == 4 and served.in_files(asked) == 6
+    assert pool.lookup(keys) == 4 and served.in_files(asked) == 6
     assert not served.controller.prompts.waits_for_files(asked, 0), "4 ms of reading, 3.2 ms of computing"
 
 

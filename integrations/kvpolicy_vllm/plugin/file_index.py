@@ -118,7 +118,7 @@ class FileIndex:
         """Whether some rank has yet to say what an earlier server left, and it has not taken too long."""
         return not self.ready and (self._since_s is None or self._clock() < self._since_s + MAX_WAIT_S)
 
-    def leading(self, keys: Iterable[bytes]) -> int:
+    def lookup(self, keys: Iterable[bytes]) -> int:
         """How many of these contents are in files, up to the first one that is not."""
         count = 0
         for key in keys:
@@ -156,7 +156,7 @@ class FileIndex:
         left_s = self._reads.left_s(loads[0].began_s, len(loads[0].keys))
         return left_s + self.read_s(sum(len(under.keys) for under in loads[1:]))
 
-    def arrived(self, chain: Sequence[bytes]) -> None:
+    def asked(self, chain: Sequence[bytes]) -> None:
         """A new request has this prompt."""
         if chain:
             self._events.append(FileEvent(self._salted(chain)))
@@ -269,7 +269,7 @@ class FileIndex:
             if self.load_of(key) != number:
                 break
             coming += 1
-        blocks = max(coming, self.leading(keys))
+        blocks = max(coming, self.lookup(keys))
         return blocks, self.backlog_s(number if blocks == coming else inf) + self.read_s(blocks - coming)
 
     def note_late(self) -> None:

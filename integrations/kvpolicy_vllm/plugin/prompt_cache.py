@@ -144,7 +144,7 @@ class PromptCache:
         self._asked_blocks[request.request_id] = len(prompt)
         self._copies.pool.asked(prompt)
         if self.files is not None:
-            self.files.arrived(prompt)
+            self.files.asked(prompt)
         self._heed_hints(request, over=False)
 
     def _heed_hints(self, request: Any, over: bool) -> None:
@@ -201,7 +201,7 @@ class PromptCache:
         least one token is left to compute. Changes nothing that is recorded."""
         pool, first = self._copies.pool, local_tokens // self._size
         keys = self._keys(request, first, (int(request.num_tokens) - 1) // self._size)
-        blocks = pool.leading(keys)
+        blocks = pool.lookup(keys)
         if not blocks or why_not_loadable(request, self._scheduler, self._copies, self._now()):
             self._found.pop(request.request_id, None)
             return 0
@@ -292,7 +292,7 @@ class PromptCache:
             return False
         first = local_tokens // self._size
         keys = self._keys(request, first, (int(request.num_tokens) - 1) // self._size)
-        first += self._copies.pool.leading(keys)
+        first += self._copies.pool.lookup(keys)
         keys = keys[first - local_tokens // self._size :]
         if not keys:
             return False
@@ -314,7 +314,7 @@ class PromptCache:
         if not (files.suspended or (files.room and files.in_time(1))):
             self._asked_files[name] = files.settled
             return False
-        found, backlog_s = files.leading(keys), files.backlog_s()
+        found, backlog_s = files.lookup(keys), files.backlog_s()
         if not found:
             return False
         blocks = found if files.suspended else max(1, files.in_time(min(found, files.room)))

@@ -162,7 +162,7 @@ class SimulatedController(Controller):
         if self.prompts is not None and local_tokens is not None and not request.num_preemptions:
             size = self._scheduler.block_size
             keys = request.block_hashes[local_tokens // size : (request.num_tokens - 1) // size]
-            found = self.copies.pool.leading(map(key_in_cache, keys))
+            found = self.copies.pool.lookup(map(key_in_cache, keys))
             self._first_hits[request.request_id] = found * size
         super().admitted(request, block_ids, load_tokens)
 

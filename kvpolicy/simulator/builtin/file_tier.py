@@ -49,7 +49,7 @@ class FileTier:
 
     def asked(self, chain: Chain) -> None:
         """A new request has this prompt."""
-        self._policy.asked(chain, self.leading(chain))
+        self._policy.asked(chain, self.lookup(chain))
 
     def extended(self, chain: Chain, asked: int) -> None:
         """See :meth:`kvpolicy.caching.CachingPolicy.extended`."""
@@ -60,7 +60,7 @@ class FileTier:
         if isinstance(self._policy, Hinted):
             self._policy.hinted(chain, hints, client, request, over)
 
-    def leading(self, keys: Sequence[Key]) -> int:
+    def lookup(self, keys: Sequence[Key]) -> int:
         """How many of these blocks are in files, up to the first one that is not."""
         self._end_writes()
         count = 0

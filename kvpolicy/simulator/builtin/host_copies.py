@@ -130,13 +130,13 @@ class HostPool:
         """Keys of the blocks that the device and host memory lack of what it has to compute. The last token is always
         computed."""
         missing = self._missing(live, local)
-        return missing[self._store.leading(missing) :]
+        return missing[self._store.lookup(missing) :]
 
     def _hit(self, live: LiveRequest, local: int) -> tuple[list[int], int]:
         """Keys of the blocks that host memory has beyond the local hit, and the number of those behind that were read
         from files."""
         missing = self._missing(live, local)
-        host = self._store.leading(missing)
+        host = self._store.lookup(missing)
         staged = 0
         if live.staged:
             known = set(live.staged)

@@ -121,7 +121,7 @@ class FileReads:
         live.asked_files = True
         local = len(self._pool.hits(live)) * self._block_size
         keys = self._copies.beyond_host(live, local)
-        keys = keys[: files.leading(keys)]
+        keys = keys[: files.lookup(keys)]
         live.file_blocks = len(keys)
         before = local + self._copies.hit_tokens(live, local)
         # Beside going on with what host memory has: that can be loaded without waiting for a file.

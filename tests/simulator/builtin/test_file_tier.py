@@ -30,9 +30,9 @@ def test_what_is_written_can_be_read_once_the_write_has_ended() -> None:
     files.write("abc", 0)
     files.write("abc", 1)
     files.now_s = 0.003
-    assert files.leading("abc") == 1
+    assert files.lookup("abc") == 1
     files.now_s = 0.004
-    assert files.leading("abc") == 2 and files.leading("xbc") == 0
+    assert files.lookup("abc") == 2 and files.lookup("xbc") == 0
 
 
 def test_the_queue_of_writes_is_bounded() -> None:
@@ -43,7 +43,7 @@ def test_the_queue_of_writes_is_bounded() -> None:
     files.now_s = 1.0
     files.write("abcde", 3)
     files.now_s = 2.0
-    assert files.leading("abcde") == 4 and files.left_out == 2
+    assert files.lookup("abcde") == 4 and files.left_out == 2
 
 
 def test_reads_follow_each_other() -> None:
@@ -60,7 +60,7 @@ def test_the_files_hold_no_more_than_they_may_and_what_was_used_last() -> None:
         files.asked(chain)
         files.write(chain, 0)
     files.now_s = 9.0
-    assert [files.leading(chain) for chain in "abc"] == [0, 1, 1]
+    assert [files.lookup(chain) for chain in "abc"] == [0, 1, 1]
 
 
 def test_what_is_evicted_above_is_written_first_blocks_first() -> None:
@@ -70,7 +70,7 @@ def test_what_is_evicted_above_is_written_first_blocks_first() -> None:
     above.stored("abc", (0, 1, 2))
     assert len(above) == 3 and "a" in above and set(above.evict(3, ())) == set("abc")
     files.now_s = 1.0
-    assert files.leading("abc") == 2, "the last one found the queue full"
+    assert files.lookup("abc") == 2, "the last one found the queue full"
     above.asked("d", 0)
     above.stored("d", (0,))
     above.lost("d")
@@ -113,11 +113,11 @@ def test_a_window_that_is_to_be_kept_stays_in_files() -> None:
     for chain in ("ab", "cd", "ef", "gh"):
         write(chain)
     files.now_s += 1.0
-    assert [files.leading(chain) for chain in ("ab", "cd", "ef", "gh")] == [2, 0, 0, 2]
+    assert [files.lookup(chain) for chain in ("ab", "cd", "ef", "gh")] == [2, 0, 0, 2]
     files.now_s = 100.0
     write("xy")
     files.now_s += 1.0
-    assert files.leading("ab") == 0
+    assert files.lookup("ab") == 0
 
 
 def test_files_hear_of_hints_as_host_memory_does() -> None:
@@ -211,7 +211,7 @@ def test_a_block_is_judged_by_the_longest_chain_that_it_is_in() -> None:
     files.worth_writing = lambda blocks, read_s: bool(asked.append((blocks, pytest.approx(read_s))))
     first, *_ = tree.nodes("abc")
     files.write(first.chain, 0)
-    assert asked == [(3, 0.004)] and not files.leading("abc")
+    assert asked == [(3, 0.004)] and not files.lookup("abc")
 
 
 def test_a_read_that_takes_longer_than_computing_and_loading_is_not_begun() -> None:
