@@ -47,7 +47,6 @@ from kvpolicy.tiers import (
     FileTier,
     Finished,
     LastingTier,
-    Tier,
     file_bytes_of,
     refuse_unsafe,
     require_checksums,
@@ -168,7 +167,7 @@ class BoundedFileTier(SecondaryTierManager):
             logger.error("kvpolicy: serving without files: %s", error)
 
     @property
-    def tier(self) -> Tier | None:
+    def tier(self) -> LastingTier | None:
         """The files. None as long as they are being opened, and where they could not be: the server goes on without
         them; and where a second engine of this process has seeded its hashes otherwise since, which is logged once."""
         self._forget()
@@ -305,8 +304,8 @@ class BoundedFileTier(SecondaryTierManager):
             for finished in self._opened.finished():
                 self._take(finished)
 
-    def _take(self, finished: Finished) -> None:
-        job_id = self._job_of.pop(finished.number)
+    def _take(self, finished: Finished[int]) -> None:
+        job_id = self._job_of.pop(finished.job)
         self._failed[job_id].update(OffloadKey(key[len(key) - self._key_bytes(job_id) :]) for key in finished.failed)
         self._open[job_id] -= 1
         self._settle(job_id)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvpolicy.caching.base import CachingPolicy, Chain
 from kvpolicy.caching.by_hints import Hinted
-from kvpolicy.caching.tree import Node, Tree
+from kvpolicy.caching.tree import Tree
+from kvpolicy.host_store.admission import Admission, Placed
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, Protected, rank_of
 from kvpolicy.request_marks import Client, Hints
 
@@ -30,17 +31,8 @@ class HostStore:
         self.given_up: list[Any] = []
         self.cache = cache
         self.counts = CacheCounts()
-        self.takes_saves: Callable[[], bool] = lambda: True
-        """Whether more may be saved for the cache now, by what waits to be saved."""
-        self.takes_pins = self.takes_saves
-        """Whether what is pinned may be, where others may not."""
-        self.worth_saving: Callable[[int], bool] = lambda blocks: True
-        """Whether blocks of a chain of so many blocks are saved for the cache: where saving and loading all of them
-        would cost more than computing them, none is."""
-        self.worth_keeping: Callable[[int], bool] = lambda blocks: True
-        """Whether those that a copy needed, and that are in slots already, stay for the cache."""
-        self.worth_handing_on: Callable[[Hashable, int], bool] = lambda key, blocks: False
-        """Whether a content is saved for a tier below, where the caching policy would rather keep what is there."""
+        self.admission = Admission()
+        """What is saved for the cache, and what stays for it."""
         # Freed slots are reused last, so that stale data stays intact as long as possible.
         self._unused = deque(range(slots))
         self._copies: dict[HostCopy, None] = {}
@@ -58,6 +50,11 @@ class HostStore:
     def cached(self) -> int:
         """Slots of cached contents."""
         return self.free - len(self._unused)
+
+    @property
+    def contents(self) -> int:
+        """Contents that :meth:`lookup` finds, of copies and cached ones. O(contents)."""
+        return sum(block.slot is not None for block in self._by_key.values())
 
     def obtainable(
         self,
@@ -122,23 +119,31 @@ class HostStore:
         """Number of leading blocks of a window that are worth storing by these hints."""
         return self.cache.wanted(chain, hints) if isinstance(self.cache, Hinted) else len(chain)
 
-    def given_back(self, chain: Chain, places: Sequence[Hashable], asked: int) -> None:
-        """A request gives its blocks back: the device may lose them from now on. Without effect where nothing is
-        cached.
-
-        ``chain``: keys of its leading full blocks; ``places``: of as many of these as are on the device; ``asked``: how
-        many of them its prompt had.
-        """
-        if self.cache is None or not chain:
-            return
-        if asked < len(chain):
+    def extended(self, chain: Chain, asked: int) -> None:
+        """A request whose prompt had the first ``asked`` blocks of this chain has generated the others. Without effect
+        where nothing is cached."""
+        if self.cache is not None and asked < len(chain):
             self.cache.extended(chain, asked)
-        by_key, watched, first = self._by_key, self.watched, 0
-        for key, place, block in zip(chain, places, map(watched.get, places), strict=False):
-            if block is None or block.key != key or block.place != place or block.node is None:
+
+    def watch(self, chain: Chain, places: Mapping[int, Hashable]) -> list[int]:
+        """A request gives blocks back: the device may lose them from now on. Without effect where nothing is cached.
+
+        ``chain``: keys of its leading full blocks; ``places``: of those that are on the device, by index, rising.
+        Return the indices of the blocks that have no slot and were not watched.
+        """
+        if self.cache is None or not places:
+            return []
+        by_key, watched, known = self._by_key, self.watched, 0
+        for index, place in places.items():
+            block = watched.get(place)
+            if block is None or block.key != chain[index] or block.place != place or block.node is None:
                 break
-            first += 1  # one of a beginning that others share, which is watched there already
-        for node, place in zip(self._tree.nodes(chain, first), places[first:], strict=False):
+            known += 1  # one of a beginning that others share, which is watched there already
+        rest, taken = [*places.items()][known:], []
+        first = rest[0][0] if rest else len(chain)
+        nodes = self._tree.nodes(chain, first)
+        for index, place in rest:
+            node = nodes[index - first]
             block = by_key.get(node.key)
             if block is None:
                 block = by_key[node.key] = HostBlock(node.key, place, [], node=node)
@@ -149,6 +154,9 @@ class HostStore:
             if watched.get(block.place) is not block:
                 block.place = place
                 self._watch(block)
+                if block.slot is None:
+                    taken.append(index)
+        return taken
 
     def hold(self, copy: HostCopy, keys: Iterable[Hashable]) -> None:
         """Let a new copy need contents that :meth:`lookup` has found, in order. They are not evicted while it does.
@@ -194,14 +202,18 @@ class HostStore:
     def spoiled(self, block: HostBlock) -> None:
         """A save of the block, or a load, has failed: nothing is found by its key any more. Copies that need it are the
         caller's matter."""
-        if block.key is None:
-            return
-        self.counts.spoiled += 1
-        was_cached = block.cached
-        self._unwatch(block)
-        self._forget_key(block)
-        if was_cached:
-            self._free_slot(block)
+        if block.key is not None:
+            self.counts.spoiled += 1
+            self.drop((block.key,))
+
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        """Nothing is found by these keys any more, nor cached or watched; what copies need stays theirs."""
+        for block in filter(None, map(self._by_key.get, keys)):
+            was_cached = block.cached
+            self._unwatch(block)
+            self._forget_key(block)
+            if was_cached:
+                self._free_slot(block)
 
     # ---- for copies ----
 
@@ -337,7 +349,7 @@ class HostStore:
         """Whether a content that no copy needs any more stays, in its slot or watched on the device."""
         if self.cache is None or block.key is None or block.node is None:
             return False
-        return self.worth_keeping(block.node.reach) if block.slot is not None else self._is_watched(block)
+        return self.admission.worth_keeping(block.node.reach) if block.slot is not None else self._is_watched(block)
 
     def _is_watched(self, block: HostBlock) -> bool:
         return self.watched.get(block.place) is block
@@ -374,11 +386,8 @@ class HostStore:
     def _cache(self, lost: Sequence[HostBlock]) -> list[HostBlock]:
         """Cache what the device is about to lose and no copy needs; return what must be saved for that."""
         kept = [block for block in lost if block.key is not None]  # of others a copy was given up that needed them
-        wanted = [
-            (block.node, block) for block in kept if block.node is not None and self.worth_saving(block.node.reach)
-        ]
-        if wanted and not self.takes_saves():
-            wanted = self._not_to_miss(wanted)
+        assert self.cache is not None, "nothing is cached without a policy"
+        wanted = self.admission.admitted(kept, self.cache)
         left_out = set(kept).difference(block for _, block in wanted)
         for block in left_out:
             self._forget_key(block)
@@ -396,24 +405,7 @@ class HostStore:
                 self.counts.refused += 1
         return saved
 
-    def _not_to_miss(self, wanted: list[tuple[Node, HostBlock]]) -> list[tuple[Node, HostBlock]]:
-        """Those of these that are saved although too much waits to be saved: what is pinned, unless far too much does;
-        and whatever waits, what blocks continue that are in slots, or come to them now, and are of no use without it.
-        The device loses the end of a prompt first."""
-        if not isinstance(self.cache, Hinted):
-            return []
-        pins = self.takes_pins()
-        continued: set[Hashable] = set()
-        taken = []
-        for node, block in sorted(wanted, key=lambda item: item[0].position, reverse=True):
-            if node.key in continued or self.cache.is_needed(node.key, pins):
-                taken.append((node, block))
-                if node.parent is not None:
-                    continued.add(node.parent.key)
-        taken.reverse()
-        return taken
-
-    def _with_room(self, wanted: list[tuple[Node, HostBlock]]) -> list[tuple[Node, HostBlock]]:
+    def _with_room(self, wanted: list[Placed]) -> list[Placed]:
         """What is to be stored, in the order in which it gets slots, once the policy has made room: first what a hint
         holds back, whatever the policy would rather keep, as it knows of no hint. What it would leave out of the others
         still comes, in place of the lowest that is there, where a tier below takes it."""
@@ -423,11 +415,11 @@ class HostStore:
         parents = {node.parent.key for node, _ in wanted if node.parent}
         self._make_room(len(held), parents)
         self._make_room(len(wanted), parents, [node.key for node, _ in wanted[len(held) :]])
-        room = len(self._unused)
-        handed_on: list[tuple[Node, HostBlock]] = []
-        refused: list[tuple[Node, HostBlock]] = []
+        room, handing_on = len(self._unused), self.admission.worth_handing_on
+        handed_on: list[Placed] = []
+        refused: list[Placed] = []
         for item in wanted[room:]:
-            (handed_on if self.worth_handing_on(item[0].key, item[0].reach) else refused).append(item)
+            (handed_on if handing_on(item[0].key, item[0].reach) else refused).append(item)
         if handed_on:
             self._make_room(room + len(handed_on), parents)
         return wanted[:room] + handed_on + refused

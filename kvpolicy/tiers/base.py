@@ -3,13 +3,16 @@
 A tier holds KV blocks by content. A key names a content: the engine's hash of the block's tokens and of all tokens
 before them, with what else decides the content, such as an adapter or a cache salt. A block is of use only where all
 blocks before it are there.
+
+Two tiers keep the protocol: files (:class:`kvpolicy.tiers.FileTier`), in each worker's process, which store what host
+memory has, and host memory (``kvpolicy_vllm.plugin.host_tier``), in the scheduler's, which stores what the device has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +24,10 @@ Chain = Sequence[Key]
 """The blocks of a prompt, its first one first, none of them twice."""
 Pieces = Sequence[NDArray[np.uint8]]
 """Host memory of one block: contiguous arrays of one dimension, one after the other."""
+Job = TypeVar("Job", bound=Hashable)
+"""What a caller knows a store or a load by."""
+Memory = TypeVar("Memory", contravariant=True)
+"""Where a block of the tier above is: :data:`Pieces` of host memory, or a block of the device by its number."""
 Kind = Literal["store", "load"]
 MAX_QUEUED_BLOCKS = 1024
 """Blocks whose store is under way or waits, at most, where nothing else is said: a step of 8,192 tokens may give away
@@ -31,10 +38,10 @@ before memory is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Generic[Job]):
     """A store or a load that has ended. Its memory is the caller's again."""
 
-    number: int
+    job: Job
     """As the caller gave it."""
     kind: Kind
     done: tuple[Key, ...]
@@ -59,7 +66,7 @@ class Usage:
     """Blocks by what happened to them, for instance "stored", "loaded", "refused_queue_full", "missed_corrupt"."""
 
 
-class Tier(Protocol):
+class Tier(Protocol[Job, Memory]):
     """Stores and loads in the background: no method waits for the medium.
 
     Faults of the medium are no exceptions: a block that cannot be stored is not there, and one that cannot be loaded
@@ -72,25 +79,36 @@ class Tier(Protocol):
     def asked(self, chain: Chain) -> None:
         """A request has this prompt."""
 
-    def store(self, number: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
-        """Begin to store those blocks of a prompt that ``blocks`` has, by their indices in the chain, which may be a
-        :class:`kvpolicy.caching.Part` of the prompt.
+    def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
+        """A request with this window came with hints, granted to this client, as
+        :meth:`kvpolicy.caching.Hinted.hinted` has it: after :meth:`asked` for a new one, and once more when it is
+        ``over``."""
 
-        Return the indices that are being stored: the others are there already, or there is no room for them in the tier
-        or in its queue. Their memory must stay unchanged until :meth:`finished` reports the number, which no other
-        store or load has; where nothing is being stored, it never does.
+    def store(self, job: Job, chain: Chain, blocks: Mapping[int, Memory]) -> list[int]:
+        """Store those blocks of a prompt that ``blocks`` has, by their indices in the chain.
+
+        Return the indices that are being stored, or will be before the tier above loses them: the others are there
+        already, or there is no room for them in the tier or in its queue. Their memory must stay unchanged until
+        :meth:`finished` reports the job, which no other store or load has; where nothing is being stored, it never
+        does. A tier that sees itself what becomes of the memory says so: it reports no stores.
         """
 
-    def load(self, number: int, blocks: Sequence[tuple[Key, Pieces]]) -> None:
-        """Begin to load these blocks into memory, which is the tier's until :meth:`finished` reports the number."""
+    def load(self, job: Job, blocks: Sequence[tuple[Key, Memory]]) -> None:
+        """Begin to load these blocks into memory, which is the tier's until :meth:`finished` reports the job."""
 
-    def finished(self) -> list[Finished]:
+    def finished(self) -> list[Finished[Job]]:
         """Stores and loads that ended since the last call, each once."""
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Give up these blocks."""
 
     def usage(self) -> Usage: ...
+
+
+class LastingTier(Tier[int, Pieces], Protocol):
+    """A tier that still has its blocks when the next process opens it, and says which. A server's rank keeps its part
+    of every block in one (``kvpolicy_vllm.plugin.rank_files``). The chain of a store may be a
+    :class:`kvpolicy.caching.Part` of the prompt."""
 
     def wait_idle(self, limit_s: float | None = None) -> bool:
         """Wait until all stores and loads have ended, so that :meth:`finished` reports them, for so many seconds at
@@ -100,11 +118,6 @@ class Tier(Protocol):
         """Use the medium no more. What has not ended is not reported; its memory is the caller's again. Only where the
         medium hangs for so many seconds, what is under way goes on: the tier refers to its memory until it has ended.
         """
-
-
-class LastingTier(Tier, Protocol):
-    """A tier that still has its blocks when the next process opens it, and says which. A server's rank keeps its part
-    of every block in one (``kvpolicy_vllm.plugin.rank_files``)."""
 
     def digests(self) -> list[bytes]:
         """Digests of the keys of all blocks that can be loaded; see :func:`kvpolicy.tiers.digest_of_key`."""
@@ -118,11 +131,6 @@ class LastingTier(Tier, Protocol):
 
     def reprice(self, price: Callable[[int], float]) -> None:
         """What a block saves, by its position in the prompt, from now on."""
-
-    def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
-        """A request with this window came with hints, granted to this client, as
-        :meth:`kvpolicy.caching.Hinted.hinted` has it: after :meth:`asked` for a new one, and once more when it is
-        ``over``."""
 
     def forget_hints(self) -> None:
         """Nobody will ask for the blocks again that are here or that hints have named: hold none back any more, and

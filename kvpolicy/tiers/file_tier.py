@@ -44,8 +44,7 @@ MIN_THREADS = 2
 class Result(NamedTuple):
     """What became of one block that was to be stored or loaded."""
 
-    number: int
-    """Of its job."""
+    job: int
     kind: Kind
     key: Key
     name: BlockName | None
@@ -74,12 +73,12 @@ class FileTier:
         """Blocks that were dropped while they were being written."""
         self._clock: Callable[[], float] = time.monotonic
         self._open_jobs: dict[int, int] = {}
-        """By number, blocks of a job that have not ended."""
+        """By job, its blocks that have not ended."""
         self._ended: dict[int, tuple[list[Key], dict[Key, str]]] = defaultdict(lambda: ([], {}))
         self._results: deque[Result] = deque()
         self._removed: deque[tuple[BlockName, bool]] = deque()
         """Blocks that none takes the place of, and whether the file of each is gone."""
-        self._finished: list[Finished] = []
+        self._finished: list[Finished[int]] = []
         self._gone: list[bytes] = []
         """A block that was given up is among these once its file is gone."""
         self._counts: Counter[str] = Counter()
@@ -186,7 +185,7 @@ class FileTier:
             policy.reprice(price)
 
     def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
-        """See :meth:`kvpolicy.tiers.LastingTier.hinted`; without effect where the tier was opened without limits."""
+        """See :meth:`kvpolicy.tiers.Tier.hinted`; without effect where the tier was opened without limits."""
         self._settle()
         if isinstance(self._policy, Hinted):
             self._policy.hinted([digest_of_key(key) for key in chain], hints, client, request, over)
@@ -210,7 +209,7 @@ class FileTier:
         digests = [digest_of_key(key) for key in chain]
         self._policy.asked(digests, self._policy.hits(digests))
 
-    def store(self, number: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
+    def store(self, job: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
         self._settle()
         digests = [digest_of_key(key) for key in chain]
         wanted = [index for index in sorted(blocks) if self._is_new(digests[index])]
@@ -219,29 +218,29 @@ class FileTier:
         wanted = self._first(wanted, self._occupancy.room + len(evicted), "refused_no_room")
         self._policy.stored(Part(digests, chain.first) if isinstance(chain, Part) else digests, wanted)
         if wanted:
-            self._open_jobs[number] = len(wanted)
+            self._open_jobs[job] = len(wanted)
         for place, index in enumerate(wanted):
             name = BlockName(digests[index], digests[index - 1] if index else NO_PARENT)
             self._writing[name.key] = name
             before = evicted[place :: len(wanted)]
-            self._threads.store(partial(self._write, number, chain[index], name, blocks[index], before))
+            self._threads.store(partial(self._write, job, chain[index], name, blocks[index], before))
         self._occupancy.replace(evicted[: len(wanted)])
         if not wanted:
             self._remove_later(evicted)
         return wanted
 
-    def load(self, number: int, blocks: Sequence[tuple[Key, Pieces]]) -> None:
-        self._open_jobs[number] = len(blocks)
+    def load(self, job: int, blocks: Sequence[tuple[Key, Pieces]]) -> None:
+        self._open_jobs[job] = len(blocks)
         if not blocks:
-            self._finished.append(Finished(number, "load", (), {}))
+            self._finished.append(Finished(job, "load", (), {}))
         for key, pieces in blocks:
             digest = digest_of_key(key)
             name = self._there.get(digest) or self._occupancy.evicted(digest)
             if name is None:
-                self._results.append(Result(number, "load", key, None, "missing"))
+                self._results.append(Result(job, "load", key, None, "missing"))
                 continue
             self._loading[name.key] += 1
-            self._threads.load(partial(self._read, number, key, name, pieces))
+            self._threads.load(partial(self._read, job, key, name, pieces))
 
     def drop(self, keys: Iterable[Key]) -> None:
         self.drop_digests([digest_of_key(key) for key in keys])
@@ -256,7 +255,7 @@ class FileTier:
             elif self._occupancy.drop(digest):
                 self._gone.append(digest)
 
-    def finished(self) -> list[Finished]:
+    def finished(self) -> list[Finished[int]]:
         self._settle()
         finished, self._finished = self._finished, []
         return finished
@@ -341,29 +340,29 @@ class FileTier:
         """Take over what the threads have done."""
         self._counts["cleared_folders"] += self._occupancy.idle.settle(self._clock())
         while self._results:
-            number, kind, key, name, reason, removed = self._results.popleft()
+            job, kind, key, name, reason, removed = self._results.popleft()
             if name is None:
                 self._counts[f"missed_{reason}"] += 1
             else:
                 (self._stored if kind == "store" else self._loaded)(name, reason)
             for block, gone in removed:  # once the write has failed for which one is there again
                 self._left(block, gone)
-            self._ended_one(number, kind, key, reason)
+            self._ended_one(job, kind, key, reason)
         while self._removed:
             self._left(*self._removed.popleft())
         self._tend_idle(short=self._occupancy.free < 0 or self._faults.disk_is_full)
 
-    def _ended_one(self, number: int, kind: Kind, key: Key, reason: str) -> None:
+    def _ended_one(self, job: int, kind: Kind, key: Key, reason: str) -> None:
         """One block of a job has ended."""
-        done, failed = self._ended[number]
+        done, failed = self._ended[job]
         if reason:
             failed[key] = reason
         else:
             done.append(key)
-        self._open_jobs[number] -= 1
-        if not self._open_jobs[number]:
-            del self._open_jobs[number], self._ended[number]
-            self._finished.append(Finished(number, kind, tuple(done), failed))
+        self._open_jobs[job] -= 1
+        if not self._open_jobs[job]:
+            del self._open_jobs[job], self._ended[job]
+            self._finished.append(Finished(job, kind, tuple(done), failed))
 
     def _left(self, name: BlockName, gone: bool) -> None:
         """The file of a block that was to be removed is gone, or cannot be removed."""
@@ -399,21 +398,21 @@ class FileTier:
     # ---- in the threads ----
 
     def _write(
-        self, number: int, key: Key, name: BlockName, pieces: Pieces, evicted: Sequence[BlockName], scratch: Scratch
+        self, job: int, key: Key, name: BlockName, pieces: Pieces, evicted: Sequence[BlockName], scratch: Scratch
     ) -> None:
         removed = [(block, self._remove(block)) for block in evicted]
         reason = "not_removed"
         if all(gone for _, gone in removed):
             write = partial(self._files.write, name, pieces, scratch)
             reason = self._faults.reason("a block was not stored", write, may_miss=False)
-        self._results.append(Result(number, "store", key, name, reason, removed))
+        self._results.append(Result(job, "store", key, name, reason, removed))
 
-    def _read(self, number: int, key: Key, name: BlockName, pieces: Pieces, scratch: Scratch) -> None:
+    def _read(self, job: int, key: Key, name: BlockName, pieces: Pieces, scratch: Scratch) -> None:
         read = partial(self._files.read, name, pieces, scratch)
         reason = self._faults.reason("a block was not loaded", read)
         if not reason:
             self._faults.reason("", lambda: self._files.mark_used(name))
-        self._results.append(Result(number, "load", key, name, reason))
+        self._results.append(Result(job, "load", key, name, reason))
 
     def _remove(self, name: BlockName) -> bool:
         return not self._faults.reason("a block was not removed", lambda: self._files.remove(name))

@@ -30,7 +30,8 @@ def serve(store: HostStore, text: str, first_place: int, asked: int | None = Non
     blocks = chain(text)
     store.asked(blocks[:asked])
     places = [*range(first_place, first_place + len(blocks))]
-    store.given_back(blocks, places, len(blocks) if asked is None else asked)
+    store.extended(blocks, len(blocks) if asked is None else asked)
+    store.watch(blocks, dict(enumerate(places)))
     return places
 
 
@@ -140,7 +141,7 @@ def test_a_save_that_failed_leaves_nothing_to_be_found() -> None:
 
 def test_what_a_copy_needed_stays_where_a_save_would_not_pay() -> None:
     store = HostStore(8, Lru(8))
-    store.worth_saving = lambda blocks: False
+    store.admission.worth_saving = lambda blocks: False
     serve(store, "cd", 30)
     copy = HostCopy(20)
     store.add(copy, [("c", 30), ("cd", 31)])
@@ -152,7 +153,7 @@ def test_what_a_copy_needed_stays_where_a_save_would_not_pay() -> None:
 def test_what_is_not_worth_a_load_is_not_stored() -> None:
     """By the length of the longest prompt that a block was in: its beginning alone is of no use."""
     store = HostStore(8, Lru(8))
-    store.worth_saving = store.worth_keeping = lambda blocks: blocks >= 3
+    store.admission.worth_saving = store.admission.worth_keeping = lambda blocks: blocks >= 3
     places = serve(store, "ab", 10) + serve(store, "xyz", 20)
     assert keys(store.lost(places)) == ["x", "xy", "xyz"] and store.counts.refused == 2
     copy = HostCopy(20)
@@ -184,7 +185,7 @@ def test_what_the_policy_would_leave_out_comes_all_the_same_where_a_tier_below_t
     store = HostStore(4, Reluctant(4))
     store.lost(serve(store, "abcd", 10))
     assert store.lost(serve(store, "xyz", 20)) == [] and store.counts.refused == 3
-    store.worth_handing_on = lambda key, blocks: blocks == 3 and key != "xy"
+    store.admission.worth_handing_on = lambda key, blocks: blocks == 3 and key != "xy"
     assert keys(store.lost(serve(store, "xyz", 20))) == ["x", "xyz"]
     assert store.lookup(chain("abcd")) == 2 and store.stored(chain("xyz")) == 2
     assert keys(store.lost(serve(store, "uvw", 30))) == ["u", "uv", "uvw"]
@@ -216,53 +217,12 @@ def test_what_is_left_out_and_what_is_forgotten_takes_no_share_of_hints() -> Non
     store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
     assert isinstance(store.cache, Hinted)
     places = pin(store, "abc", 10)
-    store.worth_saving = lambda blocks: False
+    store.admission.worth_saving = lambda blocks: False
     assert store.cache.held_blocks == 3 and store.lost(places[2:]) == []
     assert store.cache.held(chain("abc")) == {"a", "ab"}, "the device had the third one alone, and has lost it"
     store.hinted(chain("xy"), Hints(keep_s=60.0, session="s"), ANYBODY)
     store.forget_keys()
     assert store.cache.held_blocks == 0, "nor what was on the device alone when all was forgotten"
-
-
-def test_while_too_much_waits_to_be_saved_only_what_is_not_to_be_missed_is_saved() -> None:
-    """What is pinned; and of a prompt whose end is there the rest, without which that is of no use."""
-    store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
-    places = serve(store, "abcd", 10)
-    store.lost(places[3:])
-    store.takes_saves = lambda: False
-    lost = [*pin(store, "uv", 20), *serve(store, "xyz", 30), *reversed(places)]
-    assert {*keys(store.lost(lost))} == {"u", "a", "uv", "ab", "abc"}
-    assert (store.counts.refused, store.counts.stored) == (3, 6) and store.lookup(chain("abcd")) == 4
-    store.worth_saving = lambda blocks: False
-    assert keys(store.lost(pin(store, "st", 40))) == [], "it would not be loaded either"
-    plain = HostStore(8, Lru(8))
-    plain.takes_saves = lambda: False
-    assert plain.lost(serve(plain, "abc", 10)) == [] and plain.counts.refused == 3
-
-
-def test_where_far_too_much_waits_what_is_pinned_waits_as_well() -> None:
-    """But for the beginning of a prompt whose end is there."""
-    store = HostStore(10, Hinted(Lru(10), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
-    store.takes_saves = lambda: False
-    begun, other = pin(store, "uvw", 20), pin(store, "xy", 30)
-    assert keys(store.lost(begun[2:])) == ["uvw"]
-    store.takes_pins = lambda: False
-    assert {*keys(store.lost([*other, *begun[:2]]))} == {"u", "uv"} and store.counts.refused == 2
-    other = pin(store, "xy", 30)
-    store.takes_pins = lambda: True
-    assert keys(store.lost(other)) == ["x", "xy"]
-
-
-def test_a_pin_whose_time_is_over_waits_like_all_others() -> None:
-    """Also where the device loses its blocks long after the last request has come."""
-    now_s = 0.0
-    store = HostStore(8, Hinted(Lru(8), lambda: now_s, 1, HintLimits(600.0, 0.5, 0.5)))
-    store.takes_saves = lambda: False
-    first, second = pin(store, "uv", 20), pin(store, "xy", 30)
-    now_s = 599.0
-    assert keys(store.lost(first)) == ["u", "uv"]
-    now_s = 600.0
-    assert store.lost(second) == [] and store.counts.refused == 2
 
 
 def test_what_a_hint_holds_back_goes_before_what_comes_with_it_and_nobody_holds() -> None:
@@ -326,7 +286,7 @@ class Device:
             cache._clock = lambda: self.now_s
         self.store = HostStore(slots, cache)
         if seed % 4 == 0:
-            self.store.worth_saving = self.store.worth_keeping = lambda blocks: blocks > 1
+            self.store.admission.worth_saving = self.store.admission.worth_keeping = lambda blocks: blocks > 1
         self.content: list[Any] = [None] * self.PLACES
         self.weights = 0
         self.host: dict[int, Any] = {}
@@ -356,7 +316,7 @@ class Device:
         store, cache = self.store, self.store.cache
         watched = [one for place in places if (one := store.watched.get(place)) is not None]
         coming = [one for one in watched if one.slot is None and not one.holders and one.node is not None]
-        worth = {one.key for one in coming if one.node is not None and store.worth_saving(one.node.reach)}
+        worth = {one.key for one in coming if one.node is not None and store.admission.worth_saving(one.node.reach)}
         parents = {one.node.parent.key for one in coming if one.node is not None and one.node.parent}
         held = cache.held(worth) if isinstance(cache, Hinted) else frozenset()
         saved = store.lost(places)
@@ -380,7 +340,8 @@ class Device:
         for key, place in zip(blocks, places, strict=True):
             self.content[place] = (self.weights, key)
         self.hint(blocks, over=True)
-        self.store.given_back(blocks, places, asked)
+        self.store.extended(blocks, asked)
+        self.store.watch(blocks, dict(enumerate(places)))
         if self.random.random() < 0.5:
             self.preempt(blocks, places)
 

@@ -40,7 +40,7 @@ class Core:
         then."""
         places = range(self._places, self._places + len(chain))
         self._places += len(chain)
-        self.pool.given_back(chain, places, len(chain))
+        self.pool.watch(chain, dict(enumerate(places)))
         blocks = self.pool.lost(reversed(places))
         self.index.saved(blocks)
         return blocks
@@ -90,8 +90,8 @@ def test_a_block_follows_the_one_before_it() -> None:
 
 def test_blocks_of_several_prompts_are_several_jobs() -> None:
     core = Core()
-    core.pool.given_back([b"a"], [0], 1)
-    core.pool.given_back([b"x"], [1], 1)
+    core.pool.watch([b"a"], {0: 0})
+    core.pool.watch([b"x"], {0: 1})
     core.index.saved(core.pool.lost([0, 1]))
     assert sorted(job.keys for job in core.jobs()[0]) == [(b"a",), (b"x",)]
 
@@ -104,7 +104,7 @@ def test_blocks_of_prompts_that_come_mixed_are_stored_in_the_order_of_their_prom
     core.drop_from_host()
     place_of = {key: 50 + number for number, key in enumerate([b"a", b"b", b"c", b"d", b"e", b"x", b"y", b"z"])}
     for prompt in ([b"a", b"b", b"c"], [b"a", b"b", b"d", b"e"], [b"x", b"y", b"z"]):
-        core.pool.given_back(prompt, [place_of[key] for key in prompt], len(prompt))
+        core.pool.watch(prompt, {index: place_of[key] for index, key in enumerate(prompt)})
     mixed = [b"z", b"e", b"c", b"x", b"b", b"y", b"d", b"a"]
     core.index.saved(core.pool.lost(place_of[key] for key in mixed))
     chains = [b"".join(job.chain) for job in core.jobs()[0]]
@@ -150,7 +150,7 @@ def test_a_part_of_a_block_that_some_rank_has_not_is_dropped() -> None:
 
 def test_what_is_not_worth_a_load_is_not_stored() -> None:
     core = Core()
-    core.pool.given_back(CHAIN, range(3), 3)
+    core.pool.watch(CHAIN, {0: 0, 1: 1, 2: 2})
     blocks = core.pool.lost(range(3))
     core.index.worth_storing = lambda blocks: False
     core.index.saved(blocks)
@@ -509,7 +509,7 @@ def test_what_came_to_the_device_meanwhile_gets_the_slot() -> None:
     core.drop_from_host()
     core.index.fetch([b"a"], 0, 1)
     (_, (job,)) = core.jobs()
-    core.pool.given_back([b"a"], [77], 1)
+    core.pool.watch([b"a"], {0: 77})
     core.report(job)
     assert core.pool.lookup([b"a"]) == 1 and core.pool.cached == 1 and core.pool.free == SLOTS
     assert core.pool.lost([77]) == [], "it is in host memory already"

@@ -206,13 +206,13 @@ class TestCopies:
             (job,) = book.take_jobs(0, idle=False, taken_of=nobody).saves
             book.acknowledge([replace(ack(job.copy_id, "save", ok), start_s=5.0, end_s=5.0 + one) for one in seconds])
 
-        assert book.pool.takes_saves()
+        assert book.pool.admission.takes_saves()
         save(10, (1.0, 3.0))
         assert book.queues.saving_s == 0.0
         book.keep("s", "p", 10, unhashed(*range(3)))
-        assert book.queues.saving_s == pytest.approx(0.9) and book.pool.takes_saves()
+        assert book.queues.saving_s == pytest.approx(0.9) and book.pool.admission.takes_saves()
         book.keep("t", "p", 10, unhashed(4))
-        assert book.queues.saving_s == pytest.approx(1.2) and not book.pool.takes_saves()
+        assert book.queues.saving_s == pytest.approx(1.2) and not book.pool.admission.takes_saves()
         for copy in ("s", "t"):
             book.forget(copy)
         book.take_jobs(0, idle=False, taken_of=nobody)

@@ -32,7 +32,7 @@ def opened(directory: Path, blocks: int = 8, namespace: Mapping[str, Any] = NAME
     return FileTier.open(directory, namespace, block_bytes, blocks * FILE_BYTES, **options)
 
 
-def ended(tier: FileTier) -> list[Finished]:
+def ended(tier: FileTier) -> list[Finished[int]]:
     """Everything that was begun, after its end."""
     tier.wait_idle()
     return tier.finished()
@@ -42,7 +42,7 @@ def store(tier: FileTier, chain: Sequence[bytes], number: int = 1) -> Mapping[by
     """Store all blocks of a chain; return those that failed, with the reasons."""
     taken = tier.store(number, chain, {index: [content(key)] for index, key in enumerate(chain)})
     finished = ended(tier)
-    assert [one.number for one in finished] == [number] * bool(taken)
+    assert [one.job for one in finished] == [number] * bool(taken)
     assert not finished or {*finished[0].done, *finished[0].failed} == {chain[index] for index in taken}
     return finished[0].failed if finished else {}
 
@@ -52,7 +52,7 @@ def load(tier: FileTier, keys: Sequence[bytes], number: int = 2) -> Mapping[byte
     into = [aligned_memory(BLOCK_BYTES) for _ in keys]
     tier.load(number, [(key, [memory]) for key, memory in zip(keys, into, strict=True)])
     (finished,) = ended(tier)
-    assert finished.number == number and finished.kind == "load"
+    assert finished.job == number and finished.kind == "load"
     for key, memory in zip(keys, into, strict=True):
         assert (key in finished.done) != (key in finished.failed)
         assert key in finished.failed or np.array_equal(memory, content(key)), "a wrong content was taken for right"

@@ -85,7 +85,7 @@ def test_what_is_there_is_not_stored_again(tier: FileTier) -> None:
 
 def test_the_load_of_nothing_ends(tier: FileTier) -> None:
     tier.load(7, [])
-    assert [one.number for one in tier.finished()] == [7]
+    assert [one.job for one in tier.finished()] == [7]
 
 
 def test_another_folder_than_the_first_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -258,7 +258,7 @@ def test_a_load_does_not_wait_for_slow_stores(tmp_path: Path, monkeypatch: pytes
     tier.load(9, [(b"a", [into])])
     finished: list[int] = []
     while not finished:
-        finished = [one.number for one in tier.finished()]
+        finished = [one.job for one in tier.finished()]
     assert finished == [9] and np.array_equal(into, content(b"a"))
     gate.open()
     tier.close()

@@ -91,7 +91,7 @@ def test_a_block_that_is_given_up_can_be_loaded_until_its_file_is_gone(
     assert tier.lookup([b"a"]) == 0 and tier.take_gone() == []
     assert tier.store(3, [b"a"], {0: [content(b"a")]}) == [], "its file is about to be removed"
     tier.load(4, [(b"a", [into])])
-    finished: list[Finished] = []
+    finished: list[Finished[int]] = []
     while not finished:
         finished = tier.finished()
     assert finished[0].done == (b"a",) and np.array_equal(into, content(b"a")) and tier.take_gone() == []
@@ -133,7 +133,7 @@ def test_ranks_that_share_a_bound_count_the_bytes_of_idle_folders_once(processes
 def load_fails(tier: Any, key: bytes) -> bool:
     """Whether a block is missing, while others are being written."""
     tier.load(99, [(key, [aligned_memory(BLOCK_BYTES)])])
-    finished: list[Finished] = []
+    finished: list[Finished[int]] = []
     while not finished:
         finished = tier.finished()
     return dict(finished[0].failed) == {key: "missing"}

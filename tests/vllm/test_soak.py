@@ -270,12 +270,13 @@ def remember_after_a_reset(patch: pytest.MonkeyPatch) -> None:
 
 
 def watch_what_is_not_computed(patch: pytest.MonkeyPatch) -> None:
-    given_back = HostStore.given_back
+    watch = HostStore.watch
 
-    def shifted(store: HostStore, chain: Any, places: Any, asked: int) -> None:
-        given_back(store, chain, [*places[1:], *places[:1]], asked)
+    def shifted(store: HostStore, chain: Any, places: Any) -> list[int]:
+        moved = [*places.values()]
+        return watch(store, chain, dict(zip(places, [*moved[1:], *moved[:1]], strict=True)))
 
-    patch.setattr(HostStore, "given_back", shifted)
+    patch.setattr(HostStore, "watch", shifted)
 
 
 def save_too_late(patch: pytest.MonkeyPatch) -> None:

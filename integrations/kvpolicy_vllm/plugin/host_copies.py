@@ -125,8 +125,8 @@ class CopyBook:
         self.loading = 0
         """Number of copies being loaded, including those of requests that are gone: their end must be waited for."""
         self.queues = queues = CopyQueues(block_bytes)
-        self.pool.takes_saves = lambda: queues.takes_saves
-        self.pool.takes_pins = lambda: queues.takes_pins
+        self.pool.admission.takes_saves = lambda: queues.takes_saves
+        self.pool.admission.takes_pins = lambda: queues.takes_pins
         self.pinned: PinnedBlocks | None = None
         """Holds the device blocks of unfinished saves, so that no step writes to them; None where the workers save a
         block before the step that is given it writes to it. The scheduler sets it."""
@@ -186,13 +186,15 @@ class CopyBook:
         copy.load_tokens = tokens
         self._queue_load(copy, wanted, block_ids)
 
-    def load_contents(self, request_id: str, keys: Sequence[Hashable], block_ids: tuple[int, ...], tokens: int) -> None:
-        """Queue the load of contents of other requests, of ``tokens`` tokens, into ``block_ids``."""
+    def load_contents(self, request_id: str, keys: Sequence[Hashable], block_ids: tuple[int, ...], tokens: int) -> Copy:
+        """Queue the load of contents of other requests, of ``tokens`` tokens, into ``block_ids``; the copy needs them
+        until it has ended."""
         copy = Copy(0, self._number(), request_id=request_id, preemption_id=CACHE_COPY)
         self._of_request[request_id] = copy
         self.pool.hold(copy, keys)
         copy.load_tokens = tokens
         self._queue_load(copy, range(len(keys)), block_ids)
+        return copy
 
     def _queue_load(self, copy: Copy, wanted: Sequence[int], block_ids: tuple[int, ...]) -> None:
         self._queue_saves(self.pool.begin_load(copy, wanted))

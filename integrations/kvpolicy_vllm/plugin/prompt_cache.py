@@ -21,6 +21,7 @@ from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy_vllm.plugin.file_index import FileIndex
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.host_tier import HostTier
 from kvpolicy_vllm.plugin.marks import MarkReader, client_of
 from kvpolicy_vllm.plugin.messages import StepJobs
 from kvpolicy_vllm.plugin.observers import Observers, Tally
@@ -62,6 +63,7 @@ class PromptCache:
         stale: StaleRequests,
     ) -> None:
         self._copies, self._decider, self._key_of, self._marks, self._stale = copies, decider, key_of, marks, stale
+        self._host = HostTier(copies, lambda: self._size)
         self._observers, self._tally, self._complain = observers, tally, complain
         self._scheduler: Any = None
         self._asked_blocks: dict[str, int] = {}
@@ -75,8 +77,8 @@ class PromptCache:
         self._now: Callable[[], float] = lambda: 0.0
         self._hinted: tuple[int, ...] = (0,) * len(EVENTS)
         self._counted = {"stored": 0, "refused": 0, "evicted": 0, "spoiled": 0}
-        copies.pool.worth_saving = partial(self._is_worth_storing, saved=True)
-        copies.pool.worth_keeping = self._is_worth_storing
+        copies.pool.admission.worth_saving = partial(self._is_worth_storing, saved=True)
+        copies.pool.admission.worth_keeping = self._is_worth_storing
         self.files: FileIndex | None = None
         """None where prompts are not in files; see :meth:`keep_files`."""
         self._files_by_price = self._unpriced = False
@@ -107,7 +109,7 @@ class PromptCache:
         self.files.policy_failed = lambda method: self._tally.add("cache_failed", method=method)
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
         self.files.worth_saving = partial(self._is_worth_storing, saved=True, from_files=True)
-        self._copies.pool.worth_handing_on = self.files.takes
+        self._copies.pool.admission.worth_handing_on = self.files.takes
         self._copies.saved = self.files.saved
         self._files_by_price = self._unpriced = by_price
 
@@ -142,7 +144,7 @@ class PromptCache:
         """A new request: the policy learns what is asked for."""
         prompt = self._keys(request, 0, len(request.block_hashes))
         self._asked_blocks[request.request_id] = len(prompt)
-        self._copies.pool.asked(prompt)
+        self._host.asked(prompt)
         if self.files is not None:
             self.files.asked(prompt)
         self._heed_hints(request, over=False)
@@ -157,7 +159,7 @@ class PromptCache:
                 return
             chain = self._keys(request, 0, len(request.block_hashes))
             hints, client = marks.hints.of_prompt(request.num_prompt_tokens), client_of(request, marks)
-            self._copies.pool.hinted(chain, hints, client, request.request_id, over)
+            self._host.hinted(chain, hints, client, request.request_id, over)
             if self.files is not None:
                 self.files.hinted(chain, hints, client, request.request_id, over)
         # The boundary between clients and a server: a hint that cannot be heeded is none.
@@ -177,7 +179,8 @@ class PromptCache:
         asked = self._asked_blocks.get(request.request_id, 0)
         hints = self._marks.of(request).hints.of_prompt(request.num_prompt_tokens)
         chain = chain[: self._copies.pool.wanted(chain, hints)]
-        self._copies.pool.given_back(chain, places, min(asked, len(chain)))
+        self._copies.pool.extended(chain, asked)
+        self._host.store(request.request_id, chain, dict(enumerate(places[: len(chain)])))
 
     def ended(self, request: Any) -> None:
         self._heed_hints(request, over=True)
@@ -199,9 +202,9 @@ class PromptCache:
     def loadable_tokens(self, request: Any, local_tokens: int) -> int:
         """Tokens to load beyond the local hit; 0 where none is in host memory, or it is better to compute them. At
         least one token is left to compute. Changes nothing that is recorded."""
-        pool, first = self._copies.pool, local_tokens // self._size
+        first = local_tokens // self._size
         keys = self._keys(request, first, (int(request.num_tokens) - 1) // self._size)
-        blocks = pool.lookup(keys)
+        blocks = self._host.lookup(keys)
         if not blocks or why_not_loadable(request, self._scheduler, self._copies, self._now()):
             self._found.pop(request.request_id, None)
             return 0
@@ -224,22 +227,22 @@ class PromptCache:
         if not blocks:
             return []
         first = len(block_ids) - blocks
-        keys = self._keys(request, first, len(block_ids))
-        self._copies.load_contents(request.request_id, keys, tuple(block_ids[first:]), load_tokens)
-        return list(block_ids[first:])
+        keys, into = self._keys(request, first, len(block_ids)), list(block_ids[first:])
+        self._host.load(request.request_id, [*zip(keys, into, strict=True)])
+        return into
 
     def settled(self, settled: Settled, ledger: Any) -> None:
-        """A copy of the cache is finished on all ranks."""
-        copy = settled.copy
-        if settled.direction == "save" or copy.orphan:
-            return
-        if not settled.ok:
-            self._observers.tell("fell_back", "cache_load_failed")
-            return
-        self._observers.tell("prompt_loaded", copy.request_id, copy.load_tokens)
-        opened = ledger.open_preemption(copy.request_id)
-        if opened is not None:  # its cost is that of neither option
-            opened.loaded_tokens, opened.mixed = copy.load_tokens, True
+        """A job of the cache is finished on all ranks."""
+        self._host.settled(settled)
+        for finished in self._host.finished():
+            if finished.failed:
+                self._observers.tell("fell_back", "cache_load_failed")
+                continue
+            tokens = len(finished.done) * self._size
+            self._observers.tell("prompt_loaded", finished.job, tokens)
+            opened = ledger.open_preemption(finished.job)
+            if opened is not None:  # its cost is that of neither option
+                opened.loaded_tokens, opened.mixed = tokens, True
 
     def count(self) -> None:
         """Count what became of contents since the last call."""
@@ -292,7 +295,7 @@ class PromptCache:
             return False
         first = local_tokens // self._size
         keys = self._keys(request, first, (int(request.num_tokens) - 1) // self._size)
-        first += self._copies.pool.lookup(keys)
+        first += self._host.lookup(keys)
         keys = keys[first - local_tokens // self._size :]
         if not keys:
             return False

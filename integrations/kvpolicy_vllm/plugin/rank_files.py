@@ -130,16 +130,16 @@ class RankFiles:
     def reports(self) -> list[FileReport]:
         """What has happened since the last call."""
         for finished in self._tier.finished():
-            job, failed, refused = self._open.pop(finished.number)
+            job, failed, refused = self._open.pop(finished.job)
             failed.update(map(digest_of_key, finished.failed))
-            if finished.number in self._stale:
-                self._stale.discard(finished.number)
+            if finished.job in self._stale:
+                self._stale.discard(finished.job)
                 failed.update(map(digest_of_key, job.keys))
             if finished.kind == "load":
                 pairs = zip(job.keys, job.slots, strict=True)
                 self._copier.filled(slot for key, slot in pairs if digest_of_key(key) not in failed)
             moved = len(finished.done)
-            self._reports.append(FileReport(finished.number, tuple(failed), refused, moved))
+            self._reports.append(FileReport(finished.job, tuple(failed), refused, moved))
         gone, self._left = self._left + self._tier.take_gone(), []
         reports, self._reports = self._reports, []
         if self._found:

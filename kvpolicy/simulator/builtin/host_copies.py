@@ -3,7 +3,7 @@ brings to the worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from kvpolicy.caching import CachingPolicy
 from kvpolicy.events import Direction
@@ -34,8 +34,9 @@ class HostPool:
         self._saves: list[HostBlock] = []
         self._loads: list[Copy] = []
         self._queues = queues = CopyQueues(server.block_bytes)
-        self._store.takes_saves = lambda: queues.takes_saves
-        self._store.takes_pins = lambda: queues.takes_pins
+        self._admission = self._store.admission
+        self._admission.takes_saves = lambda: queues.takes_saves
+        self._admission.takes_pins = lambda: queues.takes_pins
         self._count = 0
         self._begun: list[tuple[Copy, Account]] = []
         """Copies made since jobs were taken last, and their preemptions."""
@@ -105,12 +106,12 @@ class HostPool:
     # ---- what no copy needs ----
 
     def store_only_where(self, worth_saving: Callable[[int], bool], worth_keeping: Callable[[int], bool]) -> None:
-        """See :attr:`kvpolicy.host_store.HostStore.worth_saving`, and the other one."""
-        self._store.worth_saving, self._store.worth_keeping = worth_saving, worth_keeping
+        """See :attr:`kvpolicy.host_store.Admission.worth_saving`, and the other one."""
+        self._admission.worth_saving, self._admission.worth_keeping = worth_saving, worth_keeping
 
     def hand_on_where(self, worth_handing_on: Callable[[Hashable, int], bool]) -> None:
-        """See :attr:`kvpolicy.host_store.HostStore.worth_handing_on`."""
-        self._store.worth_handing_on = worth_handing_on
+        """See :attr:`kvpolicy.host_store.Admission.worth_handing_on`."""
+        self._admission.worth_handing_on = worth_handing_on
 
     def asked(self, live: LiveRequest) -> None:
         """A request has arrived. Without effect where nothing is cached, as all of these."""
@@ -119,8 +120,12 @@ class HostPool:
 
     def given_back(self, live: LiveRequest) -> None:
         """A request is about to give its blocks back to the device, which may lose them from now on."""
-        asked = min(live.cached, live.request.prompt_tokens // self._block_size)
-        self._store.given_back(self._keys_of(live, live.cached), live.keyed_blocks, asked)
+        self._watch(live, self._keys_of(live, live.cached))
+
+    def _watch(self, live: LiveRequest, chain: Sequence[int]) -> None:
+        """``chain``: keys of those of its blocks that may be stored."""
+        self._store.extended(chain, live.request.prompt_tokens // self._block_size)
+        self._store.watch(chain, dict(enumerate(live.keyed_blocks[: len(chain)])))
 
     def hit_tokens(self, live: LiveRequest, local: int) -> int:
         """Tokens that host memory has beyond the local hit, of a request without a copy of its own."""

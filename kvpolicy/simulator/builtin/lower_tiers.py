@@ -31,9 +31,7 @@ class HintedPool(HostPool):
         if request.hints and live.outputs == request.output_tokens:
             self._heed(live, live.tokens, over=True)
         keys = self._keys(live, live.cached)
-        wanted = keys[: self._store.wanted(keys, request.hints.of_prompt(request.prompt_tokens))]
-        asked = min(len(wanted), request.prompt_tokens // self._server.block_size)
-        self._store.given_back(wanted, live.keyed_blocks, asked)
+        self._watch(live, keys[: self._store.wanted(keys, request.hints.of_prompt(request.prompt_tokens))])
 
     def _heed(self, live: LiveRequest, tokens: int, over: bool) -> None:
         """Let the policy know what the request says of its window, which has so many tokens."""
