@@ -100,7 +100,8 @@ class Tree:
         for key in chain[known:]:
             last = self._nodes[key] = Node(key, last)
             last.reach = len(chain)
-            found.append(last)
+            if last.position >= first:
+                found.append(last)
         return found
 
 

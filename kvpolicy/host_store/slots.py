@@ -128,8 +128,8 @@ class HostStore:
     def watch(self, chain: Chain, places: Mapping[int, Hashable]) -> list[int]:
         """A request gives blocks back: the device may lose them from now on. Without effect where nothing is cached.
 
-        ``chain``: keys of its leading full blocks; ``places``: of those that are on the device, by index, rising.
-        Return the indices of the blocks that have no slot and were not watched.
+        ``chain``: keys of its leading full blocks; ``places``: of those that are on the device, by index, in their
+        order. Return the indices of the blocks that have no slot and were not watched.
         """
         if self.cache is None or not places:
             return []
@@ -207,8 +207,11 @@ class HostStore:
             self.drop((block.key,))
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        """Nothing is found by these keys any more, nor cached or watched; what copies need stays theirs."""
+        """Nothing is found by these keys any more, nor cached, nor watched for the cache. What copies need stays
+        theirs; where only the device has it, it will be found once it is saved."""
         for block in filter(None, map(self._by_key.get, keys)):
+            if block.holders and block.slot is None:
+                continue
             was_cached = block.cached
             self._unwatch(block)
             self._forget_key(block)

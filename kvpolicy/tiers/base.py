@@ -87,10 +87,10 @@ class Tier(Protocol[Job, Memory]):
     def store(self, job: Job, chain: Chain, blocks: Mapping[int, Memory]) -> list[int]:
         """Store those blocks of a prompt that ``blocks`` has, by their indices in the chain.
 
-        Return the indices that are being stored, or will be before the tier above loses them: the others are there
-        already, or there is no room for them in the tier or in its queue. Their memory must stay unchanged until
-        :meth:`finished` reports the job, which no other store or load has; where nothing is being stored, it never
-        does. A tier that sees itself what becomes of the memory says so: it reports no stores.
+        Return the indices that are being stored: the others are there already, or there is no room for them in the tier
+        or in its queue. Their memory must stay unchanged until :meth:`finished` reports the job, which no other store
+        or load has; where nothing is being stored, it never does. A tier that sees what becomes of the memory may
+        watch these blocks instead, store what is about to be lost, as far as it has room then, and report no end.
         """
 
     def load(self, job: Job, blocks: Sequence[tuple[Key, Memory]]) -> None:

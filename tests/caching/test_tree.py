@@ -30,6 +30,14 @@ def test_a_block_knows_the_longest_chain_that_it_was_in() -> None:
     assert [node.reach for node in first] == [4, 3, 3]
 
 
+def test_nodes_from_some_index_on_are_those_of_these_keys() -> None:
+    """Whether somebody holds what is before them or not."""
+    tree = Tree()
+    assert [(node.key, node.position) for node in tree.nodes("abcd", 2)] == [("c", 2), ("d", 3)] and not len(tree)
+    held = tree.nodes("ab")
+    assert [(node.key, node.position) for node in tree.nodes("abcd", 3)] == [("d", 3)] and len(held) == 2
+
+
 def test_nothing_is_kept_of_what_nobody_holds() -> None:
     tree = Tree()
     nodes = tree.nodes("abc")

@@ -139,6 +139,27 @@ def test_a_save_that_failed_leaves_nothing_to_be_found() -> None:
     assert (store.used, store.cached) == (0, 0) and store.cache is not None and len(store.cache) == 0
 
 
+def test_what_is_dropped_is_not_found_nor_saved_but_for_what_copies_need() -> None:
+    store = HostStore(8, Lru(8))
+    store.lost(serve(store, "ab", 10))
+    places, copy = serve(store, "xyz", 20), HostCopy(40)
+    assert store.add(copy, [("xy", places[1])]) == []
+    store.drop(["a", "x", "xy", "nothing"])
+    assert store.lookup(["a"]) == 0 and store.lookup(["ab"]) == 1 and (store.used, store.cached) == (0, 1)
+    assert keys(store.lost(places)) == ["xy", "xyz"] and store.contents == 3, "x is on the device alone, and not watched"
+    store.drop(["xy"])
+    assert store.lookup(["xy"]) == 0 and copy.blocks[0].slot is not None and store.contents == 2
+    store.release(copy)
+    assert (store.used, store.cached, store.free) == (0, 2, 8)
+
+
+def test_blocks_are_watched_from_any_place_of_their_prompt_on() -> None:
+    store = HostStore(8, Lru(8))
+    assert store.watch(chain("abc"), {1: 11, 2: 12}) == [1, 2] and store.watch(chain("abc"), {2: 12}) == []
+    assert keys(store.lost([11, 12])) == ["ab", "abc"] and store.lookup(chain("abc")) == 0
+    assert store.watch(chain("abc"), {0: 10, 1: 21}) == [0], "the other one has a slot"
+
+
 def test_what_a_copy_needed_stays_where_a_save_would_not_pay() -> None:
     store = HostStore(8, Lru(8))
     store.admission.worth_saving = lambda blocks: False

@@ -33,13 +33,17 @@ class HostTier:
         self._pool.hinted(chain, hints, client, request, over)
 
     def store(self, job: str, chain: Chain, blocks: Mapping[int, int]) -> list[int]:
-        """Watch these blocks on the device, where the request ``job`` gives them back. What the device is about to lose
-        of them is saved before, where the caching policy makes room for it and it is worth that, and is there from then
-        on. So their memory need not stay as it is, and no end is reported."""
+        """Watch these blocks on the device, which the request ``job`` gives back, by indices in their order. What the
+        device is about to lose of them is saved before, where that is worth it and the caching policy makes room, and
+        is there from then on. So their memory need not stay as it is, and no end is reported."""
         return self._pool.watch(chain, blocks)
 
     def load(self, job: str, blocks: Sequence[tuple[Key, int]]) -> None:
-        """The request has to be admitted, with these blocks of the device; it waits until all ranks have loaded."""
+        """The request ``job`` has these blocks of the device, and waits until all ranks have loaded all of them, or
+        have failed. Where it has gone meanwhile, no end is reported."""
+        if not blocks:
+            self._finished.append(Finished(job, "load", (), {}))
+            return
         keys = tuple(key for key, _ in blocks)
         into = tuple(block_id for _, block_id in blocks)
         copy = self._copies.load_contents(job, keys, into, len(blocks) * self._block_tokens())
@@ -58,7 +62,7 @@ class HostTier:
         return finished
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """They are not found any more, nor saved from the device; what copies of preempted requests need stays theirs."""
+        """See :meth:`kvpolicy.host_store.HostStore.drop`."""
         self._pool.drop(keys)
 
     def usage(self) -> Usage:

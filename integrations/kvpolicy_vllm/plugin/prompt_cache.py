@@ -19,6 +19,7 @@ from kvpolicy.caching.holds import EVENTS
 from kvpolicy.cost.block_price import RENEWED_STEPS, Beside, block_price, read_first, sampled
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
+from kvpolicy.tiers import Tier
 from kvpolicy_vllm.plugin.file_index import FileIndex
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.host_tier import HostTier
@@ -63,7 +64,9 @@ class PromptCache:
         stale: StaleRequests,
     ) -> None:
         self._copies, self._decider, self._key_of, self._marks, self._stale = copies, decider, key_of, marks, stale
-        self._host = HostTier(copies, lambda: self._size)
+        host = HostTier(copies, lambda: self._size)
+        self._host: Tier[str, int] = host
+        self._settled = host.settled
         self._observers, self._tally, self._complain = observers, tally, complain
         self._scheduler: Any = None
         self._asked_blocks: dict[str, int] = {}
@@ -233,7 +236,7 @@ class PromptCache:
 
     def settled(self, settled: Settled, ledger: Any) -> None:
         """A job of the cache is finished on all ranks."""
-        self._host.settled(settled)
+        self._settled(settled)
         for finished in self._host.finished():
             if finished.failed:
                 self._observers.tell("fell_back", "cache_load_failed")
