@@ -19,8 +19,8 @@ from kvpolicy.server_gain import gain_of
 from kvpolicy.server_metrics import OURS, Metrics, fetch, last_decisions
 
 DECISIONS = 8
-FILE_EVENTS = ("stored", "loaded", "store_failed", "load_failed", "late")
-"""What may become of a block that goes to files or comes from them."""
+FILE_EVENTS = ("found", "stored", "loaded", "store_failed", "load_failed", "late")
+"""What may become of a block that is in files, goes there or comes from them."""
 
 
 class Watcher:
@@ -175,7 +175,8 @@ def _cached(now: Metrics) -> str:
     if any(files.values()):
         failed = files["store_failed"] + files["load_failed"] + files["late"]
         parts.append(
-            f"{files['stored']:g} blocks written to files, {files['loaded']:g} read, {failed:g} failed or late"
+            f"{files['found']:g} blocks found in files at the start, {files['stored']:g} written, "
+            f"{files['loaded']:g} read, {failed:g} failed or late"
         )
     return "; ".join([*parts, f"{held:g} held back for hints so far"] if held else parts)
 

@@ -68,6 +68,7 @@ vllm:kvpolicy_cache_loaded_tokens_total{engine="0",tier="host"} 640.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="stored",tier="host"} 200.0
 """
 FILES = """\
+vllm:kvpolicy_cache_blocks_total{engine="0",event="found",tier="files"} 400.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="stored",tier="files"} 120.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="loaded",tier="files"} 30.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="load_failed",tier="files"} 2.0
@@ -84,7 +85,7 @@ def test_cached_prompts_files_and_hints_have_a_row_where_there_are_any() -> None
         watcher.look(0.0)
         rows.append([line.split("│")[1].strip() for line in shown(watcher).splitlines() if "prompts cached" in line])
     in_host = "90 blocks in host memory; 640 tokens loaded"
-    in_files = "120 blocks written to files, 30 read, 3 failed or late"
+    in_files = "400 blocks found in files at the start, 120 written, 30 read, 3 failed or late"
     assert rows == [[], [in_host], [f"{in_host}; {in_files}; 17 held back for hints so far"]]
 
 

@@ -244,7 +244,7 @@ def test_no_more_is_given_to_workers_than_their_queues_hold() -> None:
     core.index.acknowledge([FileReport(ready=True)] * core.ranks)
     core.save([b"%d" % number for number in range(blocks)])
     ((job,), _) = core.jobs()
-    assert len(job.keys) == MAX_QUEUED_BLOCKS and core.counts == {"refused": 100}
+    assert len(job.keys) == MAX_QUEUED_BLOCKS and core.counts == {"found": 0, "refused": 100}
     assert core.index._room() > 0 and not core.index.takes(b"x", 3)
     core.report(job)
     assert core.index.takes(b"x", 3) and core.counts["stored"] == MAX_QUEUED_BLOCKS
@@ -618,6 +618,22 @@ def test_what_an_earlier_server_left_is_there_once_all_ranks_have_said_it() -> N
     assert core.index.lookup(CHAIN) == 3 and core.index.ready and not core.index.under_way
     core.index.acknowledge([FileReport(gone=digests[1:2])])
     assert core.index.lookup(CHAIN) == 1
+
+
+def test_what_all_ranks_have_at_the_start_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever each of them reports at once, and without what only some have."""
+    core, (a, b, c) = Core(), map(digest_of_key, CHAIN)
+    caplog.set_level("INFO", logger="vllm")
+    core.index.acknowledge([FileReport(found=(a,)), FileReport(found=(b, c), ready=True), FileReport(found=(b,))])
+    assert not core.counts["found"] and not caplog.records
+    core.index.acknowledge([FileReport(found=(a,), ready=True)])
+    assert core.counts["found"] == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvpolicy: found 2 KV blocks in files, which an earlier server left there"
+    ]
+    core.stored(LONGER)
+    core.index.acknowledge([FileReport(gone=(a,))])
+    assert core.counts["found"] == 2 and len(caplog.records) == 1
 
 
 def test_a_caching_policy_of_files_that_fails_is_told() -> None:

@@ -26,6 +26,19 @@ def test_a_block_is_there_while_all_ranks_have_their_parts() -> None:
     assert not parts.has(b"a") and not parts.has(b"b") and parts.ready
 
 
+def test_of_what_an_earlier_server_left_whole_blocks_are_counted_that_are_still_there() -> None:
+    parts = FileParts(2)
+    assert parts.found([b"a", b"b", b"c"], is_last=False) is None
+    assert parts.found([b"d"], is_last=True) is None
+    assert parts.found([b"a", b"b", b"d"], is_last=False) is None
+    parts.gone(b"b")
+    parts.stored(b"new")
+    assert parts.found([], is_last=True) == 2, "a and d"
+    reset = FileParts(1)
+    reset.forget()
+    assert reset.found([b"a"], is_last=True) == 0
+
+
 def test_what_is_busy_is_dropped_when_it_is_busy_no_longer_unless_all_have_it_then() -> None:
     parts = FileParts(2)
     for digest in (b"a", b"b"):

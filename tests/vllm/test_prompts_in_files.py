@@ -237,6 +237,13 @@ def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_
     assert served.worker.resets == 1
 
 
+def test_what_is_found_in_files_at_the_start_is_counted(model: str) -> None:
+    served = WithFiles(model)
+    served.worker.reports = [FileReport(found=(digest_of_key(b"a"), digest_of_key(b"b")), ready=True)]
+    served.serve(served.request(PROMPT))
+    assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="found") == 2
+
+
 def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(model: str) -> None:
     served = WithFiles(model)
     served.controller.decider.adopt(Priced(block_s=1.0))

@@ -311,7 +311,10 @@ class FileIndex:
         for report in reports:
             if report.policy_failed:
                 self.policy_failed(report.policy_failed)
-            self._parts.found(report.found, report.ready)
+            found = self._parts.found(report.found, report.ready)
+            if found is not None:
+                self._count("found", found)
+                logger.info("kvpolicy: found %d KV blocks in files, which an earlier server left there", found)
             of = self._late if report.number in self._late else self._under
             under = of.get(report.number)
             if under is not None:

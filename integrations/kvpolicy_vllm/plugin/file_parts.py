@@ -22,6 +22,8 @@ class FileParts:
         self._ready = self._with_files = 0
         """Ranks that have said all that an earlier server left, and those of them of which the last report named
         blocks."""
+        self._new: set[bytes] = set()
+        """Blocks there that were stored before all of them had."""
         self._was_reset = False
 
     @property
@@ -33,15 +35,24 @@ class FileParts:
         """Whether all ranks have their parts, so that the block can be loaded."""
         return self._of.get(digest, 0) >= self._ranks
 
-    def found(self, digests: Sequence[bytes], is_last: bool) -> None:
-        """A rank names blocks of which an earlier server left its parts; ``is_last``: that is all."""
+    def found(self, digests: Sequence[bytes], is_last: bool) -> int | None:
+        """A rank names blocks of which an earlier server left its parts; ``is_last``: that is all.
+
+        Where all ranks have said all by this, return how many of these blocks can be loaded, else None.
+        """
         for digest in digests:
             self._of[digest] = self._of.get(digest, 0) + 1
-        if is_last:
-            self._ready += 1
-            self._with_files += bool(digests)
-            if self.ready:
-                self._drop_incomplete()
+        if not is_last:
+            return None
+        self._ready += 1
+        self._with_files += bool(digests)
+        if self._ready != self._ranks:
+            return None
+        self._drop_incomplete()
+        new, self._new = len(self._new), set()
+        if self._was_reset:  # nothing that was left is found
+            return 0
+        return sum(ranks >= self._ranks for ranks in self._of.values()) - new
 
     def _drop_incomplete(self) -> None:
         """All ranks have said what an earlier server left: what not all of them have nobody can load. Unless one has
@@ -56,10 +67,13 @@ class FileParts:
     def stored(self, digest: bytes) -> None:
         """All ranks have their parts."""
         self._of[digest] = self._ranks
+        if not self.ready:
+            self._new.add(digest)
 
     def lost(self, digest: bytes) -> None:
         """Nobody finds the block any more, whoever has parts of it."""
         self._of.pop(digest, None)
+        self._new.discard(digest)
 
     def gone(self, digest: bytes) -> None:
         """A rank has its part no more."""
@@ -86,4 +100,5 @@ class FileParts:
     def forget(self) -> None:
         """Nothing that was stored is found any more."""
         self._of.clear()
+        self._new.clear()
         self._was_reset = True

@@ -52,7 +52,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "cache_hit_tokens": ("Tokens that these went on for.", ("tier", "outcome")),
     "cache_loaded_tokens": ("Tokens loaded from the cache of prompts.", ("tier",)),
-    "cache_blocks": ("KV blocks stored in the cache of prompts, refused, evicted, or spoiled.", ("tier", "event")),
+    "cache_blocks": (
+        "KV blocks of the cache of prompts: stored, refused, evicted, spoiled; in files found at the start and loaded.",
+        ("tier", "event"),
+    ),
     "cache_file_bytes": ("Bytes of KV blocks written to files and read from them, all ranks.", ("direction",)),
     "cache_undecided": ("Times that deciding whether to load a prompt, or what a block of it is worth, failed.", ()),
     "cache_failed": ("Times that a caching policy failed; lru took its place.", ("method",)),
