@@ -167,7 +167,7 @@ def _not_chosen(now: Metrics) -> Text:
 def _cached(now: Metrics) -> str:
     """What host memory and files hold of prompts and gave to requests, and what hints hold back."""
     files = {event: now.total(f"{OURS}cache_blocks_total", tier="files", event=event) for event in FILE_EVENTS}
-    held = now.total(f"{OURS}hinted_blocks_total", event="held")
+    held = now.total(f"{OURS}hinted_blocks_total", tier="host", event="held")
     parts = [
         f"{now.total(f'{OURS}cached_slots'):g} blocks in host memory",
         f"{now.total(f'{OURS}cache_loaded_tokens_total'):g} tokens loaded",

@@ -73,8 +73,9 @@ vllm:kvpolicy_cache_blocks_total{engine="0",event="stored",tier="files"} 120.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="loaded",tier="files"} 30.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="load_failed",tier="files"} 2.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="late",tier="files"} 1.0
-vllm:kvpolicy_hinted_blocks_total{engine="0",event="held"} 17.0
-vllm:kvpolicy_hinted_blocks_total{engine="0",event="released"} 5.0
+vllm:kvpolicy_hinted_blocks_total{engine="0",event="held",tier="host"} 17.0
+vllm:kvpolicy_hinted_blocks_total{engine="0",event="held",tier="files"} 23.0
+vllm:kvpolicy_hinted_blocks_total{engine="0",event="released",tier="host"} 5.0
 """
 
 

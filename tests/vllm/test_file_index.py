@@ -117,7 +117,8 @@ def test_a_server_finds_what_an_earlier_one_computed(
     left = len(files_of(servers.files))
     after = servers.serve("second", second)
     assert counted(before, "found") == 0 and counted(after, "found") == left
-    assert harness.total(before, "hinted_blocks", event="held") > 0
+    for tier in ("host", "files"):
+        assert harness.total(before, "hinted_blocks", tier=tier, event="held") > 0
     assert counted(after, "loaded") > 20 and counted(after, "load_failed") == 0
     assert harness.total(after, "cache_loaded_tokens") >= 32 * 10
 

@@ -244,6 +244,17 @@ def test_what_is_found_in_files_at_the_start_is_counted(model: str) -> None:
     assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="found") == 2
 
 
+def test_what_became_of_hints_about_files_is_counted_by_tier(model: str) -> None:
+    served = WithFiles(model)
+    served.worker.reports = [FileReport(hinted=(3, 0, 0, 2)), FileReport(hinted=(1, 0, 0, 0), ready=True)]
+    asked = served.request(PROMPT)
+    asked.kv_transfer_params = {"kvpolicy": {"keep_s": 60}}
+    served.serve(asked)
+    stats = served.controller.stats()
+    of_files = [harness.total(stats, "hinted_blocks", tier="files", event=event) for event in ("held", "released")]
+    assert of_files == [4, 2] and harness.total(stats, "hinted_blocks", tier="host") >= 6
+
+
 def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(model: str) -> None:
     served = WithFiles(model)
     served.controller.decider.adopt(Priced(block_s=1.0))

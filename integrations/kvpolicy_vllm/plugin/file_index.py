@@ -94,6 +94,8 @@ class FileIndex:
         """Whether they are, where they have to be saved to host memory before."""
         self.moved: Count = lambda direction, blocks: None
         """Called with ``write`` or ``read``, and how many blocks a rank has moved so."""
+        self.heeded: Callable[[Sequence[int]], None] = lambda blocks: None
+        """Called with :attr:`~kvpolicy_vllm.plugin.messages.FileReport.hinted`."""
         self.policy_failed: Callable[[str], None] = lambda method: None
         """Called with the name of its method where the caching policy of a rank's files has failed."""
 
@@ -311,6 +313,8 @@ class FileIndex:
         for report in reports:
             if report.policy_failed:
                 self.policy_failed(report.policy_failed)
+            if report.hinted:
+                self.heeded(report.hinted)
             found = self._parts.found(report.found, report.ready)
             if found is not None:
                 self._count("found", found)

@@ -59,7 +59,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cache_file_bytes": ("Bytes of KV blocks written to files and read from them, all ranks.", ("direction",)),
     "cache_undecided": ("Times that deciding whether to load a prompt, or what a block of it is worth, failed.", ()),
     "cache_failed": ("Times that a caching policy failed; lru took its place.", ("method",)),
-    "hinted_blocks": ("KV blocks of the cache of prompts by what became of hints about them.", ("event",)),
+    "hinted_blocks": ("KV blocks of the cache of prompts by what became of hints about them.", ("tier", "event")),
     "hints_failed": ("Times that heeding a request's hints about its KV failed.", ()),
     "resume_undecided": ("Times that deciding at resume failed; what was saved was loaded.", ()),
     "control_changes": ("Changes of the control file, applied or refused.", ("result",)),

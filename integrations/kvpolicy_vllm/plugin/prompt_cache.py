@@ -5,11 +5,11 @@ Imports no vLLM: everything is read from the scheduler object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import Any
 
 from kvpolicy.caching import CachingPolicy, Hinted
@@ -106,6 +106,7 @@ class PromptCache:
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
         self.files.moved = moved
+        self.files.heeded = partial(self._add_hinted, FILE_TIER)
         self.files.policy_failed = lambda method: self._tally.add("cache_failed", method=method)
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
         self.files.worth_saving = partial(self._is_worth_storing, saved=True, from_files=True)
@@ -348,10 +349,14 @@ class PromptCache:
         now = HINT_COUNTS(cache.counts)
         if now == self._hinted:  # true in nearly every step
             return
-        for event, blocks, before in zip(EVENTS, now, self._hinted, strict=True):
-            if blocks > before:
-                self._tally.add("hinted_blocks", blocks - before, event=event)
+        self._add_hinted(HOST_TIER, map(sub, now, self._hinted))
         self._hinted = now
+
+    def _add_hinted(self, tier: str, more: Iterable[int]) -> None:
+        """Count so many blocks more of a tier, by what became of hints about them."""
+        for event, blocks in zip(EVENTS, more, strict=True):
+            if blocks:
+                self._tally.add("hinted_blocks", blocks, tier=tier, event=event)
 
     # ---- prices ----
 
