@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.settings import GIB
@@ -235,6 +236,20 @@ def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_
     served.controller.forget_saved()
     served.serve(served.request([1, 2, 3]))
     assert served.worker.resets == 1
+
+
+def test_files_hear_what_there_is_of_the_window_of_a_request_that_is_cancelled(model: str) -> None:
+    served = WithFiles(model)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    served.push_out_of_host_memory()
+    asked = served.request([*PROMPT, *range(300, 400)])
+    asked.kv_transfer_params = {"kvpolicy": {"keep_s": 60, "session": "s"}}
+    served.scheduler.add_request(asked)
+    served.scheduler.finish_requests(asked.request_id, RequestStatus.FINISHED_ABORTED)
+    served.serve(served.request([1, 2, 3]))
+    first, last = served.worker.hints
+    assert len(first.keys) == 12 and last.over and last.keys == first.keys[:6], "six blocks are in files alone"
 
 
 def test_what_is_found_in_files_at_the_start_is_counted(model: str) -> None:

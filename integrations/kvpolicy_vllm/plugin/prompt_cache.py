@@ -19,6 +19,7 @@ from kvpolicy.caching.holds import EVENTS
 from kvpolicy.cost.block_price import RENEWED_STEPS, Beside, block_price, read_first, sampled
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
+from kvpolicy_vllm.plugin.device_blocks import is_found
 from kvpolicy_vllm.plugin.file_index import FileIndex
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.host_tier import HostTier
@@ -159,6 +160,8 @@ class PromptCache:
             if not marks.hints:
                 return
             chain = self._keys(request, 0, len(request.block_hashes))
+            if over and request.num_computed_tokens < request.num_prompt_tokens:  # as one that was cancelled
+                chain = chain[: self._there(request, chain)]
             hints, client = marks.hints.of_prompt(request.num_prompt_tokens), client_of(request, marks)
             self._host.hinted(chain, hints, client, request.request_id, over)
             if self.files is not None:
@@ -167,6 +170,17 @@ class PromptCache:
         except Exception:  # noqa: BLE001
             self._tally.add("hints_failed")
             self._complain("heeding a request's hints about its KV failed (counted as hints_failed)")
+
+    def _there(self, request: Any, chain: Sequence[bytes]) -> int:
+        """How many leading blocks of its window it has computed, or are on the device, in host memory or in files."""
+        pool, files, scheduler = self._copies.pool, self.files, self._scheduler
+        there = request.num_computed_tokens // self._size if request.num_computed_tokens else 0
+        for key, block_hash in zip(chain[there:], request.block_hashes[there:], strict=True):
+            on_device = scheduler is not None and is_found(block_hash, scheduler)
+            if not (on_device or key in pool or (files is not None and files.lookup([key]))):
+                break
+            there += 1
+        return there
 
     def given_back(self, request: Any) -> None:
         """The request is about to lose its blocks: what the device may lose of them from now on is watched."""
@@ -347,10 +361,9 @@ class PromptCache:
         if not isinstance(cache, Hinted):
             return
         now = HINT_COUNTS(cache.counts)
-        if now == self._hinted:  # true in nearly every step
-            return
-        self._add_hinted(HOST_TIER, map(sub, now, self._hinted))
-        self._hinted = now
+        if now != self._hinted:  # false in nearly every step
+            self._add_hinted(HOST_TIER, map(sub, now, self._hinted))
+            self._hinted = now
 
     def _add_hinted(self, tier: str, more: Iterable[int]) -> None:
         """Count so many blocks more of a tier, by what became of hints about them."""
