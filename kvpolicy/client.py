@@ -51,15 +51,15 @@ def request_body(
     return {"kv_transfer_params": {KEY: marks}} if marks else {}
 
 
-def counters_in(text: str, label: str = "") -> dict[str, float]:
-    """The counters that :data:`COUNTED` names in a text of Prometheus, each summed over its labels; ``label``: over
-    those alone that have this one, as ``event="held"``.
+def counters_in(text: str, *labels: str) -> dict[str, float]:
+    """The counters that :data:`COUNTED` names in a text of Prometheus, each summed over its labels; ``labels``: over
+    those alone that have all of these, as ``event="held"``.
 
     Lines that are no sample, and values that are no finite number, are passed over.
     """
     sums: dict[str, float] = {}
     for line in text.splitlines():
-        if not line.startswith(COUNTED) or label not in line:
+        if not line.startswith(COUNTED) or any(label not in line for label in labels):
             continue
         series, _, text = line.rpartition(" ")
         name = series.partition("{")[0].strip()

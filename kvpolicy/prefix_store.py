@@ -23,9 +23,9 @@ LOOKED_UP = "vllm:prefix_cache_queries_total"
 FOUND = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 """Tokens found on the device and by a connector."""
 OWN, HINTED = "vllm:kvpolicy_", "vllm:kvpolicy_hinted_blocks_total"
-HELD, NO_ROOM = 'event="held"', 'event="refused"'
-"""The plugin's counters, that of blocks that hints are about, and its labels of those that are held back, and of those
-that are not since as much is held as may be."""
+HOST, HELD, NO_ROOM = 'tier="host"', 'event="held"', 'event="refused"'
+"""The plugin's counters, that of blocks that hints are about, and its labels: of blocks in host memory, of those that
+are held back, and of those that are not since as much is held as may be."""
 REFUSED = ("vllm:kvpolicy_invalid_marks_total", "vllm:kvpolicy_clamped_marks_total")
 ADDRESS = re.compile(r"https?://[^/\s]+")
 MAX_ANSWER_BYTES = 64 << 20
@@ -181,7 +181,7 @@ def _counters(base: str) -> tuple[dict[str, float], tuple[float, float]]:
     counters = counters_in(text)
     if LOOKED_UP not in counters:
         raise InputError(f"{base}/metrics has no {LOOKED_UP}: the server is no vLLM, or its metrics are off")
-    held, no_room = (counters_in(text, label).get(HINTED, 0.0) for label in (HELD, NO_ROOM))
+    held, no_room = (counters_in(text, HOST, label).get(HINTED, 0.0) for label in (HELD, NO_ROOM))
     return counters, (held, no_room)
 
 

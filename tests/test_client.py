@@ -53,3 +53,4 @@ def test_counters_are_summed_over_their_labels() -> None:
     )  # fmt: skip
     assert counters_in("\n".join(lines)) == {"vllm:kvpolicy_a_total": 5.0}
     assert counters_in("\n".join(lines), 'engine="1"') == {"vllm:kvpolicy_a_total": 3.0}
+    assert counters_in("\n".join(lines), 'engine="1"', 'engine="0"') == {}

@@ -116,7 +116,8 @@ class Hinted(CachingPolicy):
 
         ``request``: what tells it from the others of its session. ``over``: whether it has ended, and its window has
         the answer. What it says of the end of its session holds from then on: up to then it needs the window itself.
-        One that ends when its session has gone on without it, or is over, asks for nothing but what it pins.
+        One that ends when its session has gone on without it, or is over, asks for nothing but what it pins. The window
+        of one that ended before its prompt was computed is what there is of it: its session keeps no more than that.
         """
         now_s = self._clock()
         self._holds.expire(now_s)

@@ -19,8 +19,8 @@ from kvpolicy.server_gain import gain_of
 from kvpolicy.server_metrics import OURS, Metrics, fetch, last_decisions
 
 DECISIONS = 8
-FILE_EVENTS = ("stored", "loaded", "store_failed", "load_failed", "late")
-"""What may become of a block that goes to files or comes from them."""
+FILE_EVENTS = ("found", "stored", "loaded", "store_failed", "load_failed", "late")
+"""What may become of a block that is in files, goes there or comes from them."""
 
 
 class Watcher:
@@ -96,6 +96,7 @@ class Watcher:
                 ("in force", "; ".join(in_force)),
             ]
             rows += [("prompts cached", _cached(now))] if now.largest(f"{OURS}cached_slots") is not None else []
+            rows += [("prompts in files", files)] if (files := _in_files(now)) else []
         return _filled(table, rows)
 
     def _choices(self, now: Metrics) -> Table:
@@ -165,19 +166,21 @@ def _not_chosen(now: Metrics) -> Text:
 
 
 def _cached(now: Metrics) -> str:
-    """What host memory and files hold of prompts and gave to requests, and what hints hold back."""
-    files = {event: now.total(f"{OURS}cache_blocks_total", tier="files", event=event) for event in FILE_EVENTS}
-    held = now.total(f"{OURS}hinted_blocks_total", event="held")
+    """What host memory holds of prompts and gave to requests, and what hints hold back there."""
+    held = now.total(f"{OURS}hinted_blocks_total", tier="host", event="held")
     parts = [
         f"{now.total(f'{OURS}cached_slots'):g} blocks in host memory",
         f"{now.total(f'{OURS}cache_loaded_tokens_total'):g} tokens loaded",
     ]
-    if any(files.values()):
-        failed = files["store_failed"] + files["load_failed"] + files["late"]
-        parts.append(
-            f"{files['stored']:g} blocks written to files, {files['loaded']:g} read, {failed:g} failed or late"
-        )
     return "; ".join([*parts, f"{held:g} held back for hints so far"] if held else parts)
+
+
+def _in_files(now: Metrics) -> str:
+    """What became of blocks in files; empty where there was none."""
+    files = {event: now.total(f"{OURS}cache_blocks_total", tier="files", event=event) for event in FILE_EVENTS}
+    failed = files["store_failed"] + files["load_failed"] + files["late"]
+    found = f"{files['found']:g} blocks found at the start, {files['stored']:g} written, {files['loaded']:g} read"
+    return f"{found}, {failed:g} failed or late" if any(files.values()) else ""
 
 
 def _mean_ms(microseconds: float, count: float) -> str:

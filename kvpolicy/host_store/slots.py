@@ -87,6 +87,10 @@ class HostStore:
         found = map(self._by_key.get, keys)
         return sum(block is not None and block.slot is not None for block in found)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether there is a content with this key, in a slot or watched on the device."""
+        return key in self._by_key
+
     def has_elsewhere(self, key: Hashable, place: Hashable) -> bool:
         """Whether there is a content with this key that is not the one watched at that place."""
         block = self._by_key.get(key)

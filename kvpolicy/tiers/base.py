@@ -17,6 +17,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpolicy.caching.holds import EVENTS
 from kvpolicy.request_marks import Client, Hints
 
 Key = bytes
@@ -35,6 +36,9 @@ MAX_QUEUED_BLOCKS = 1024
 MAX_HANG_S = 5.0
 """A medium that hangs is waited for so long, at most, where what is under way has to be waited for: at the end, and
 before memory is replaced."""
+HINT_COUNTS = tuple(f"hinted_{event}" for event in EVENTS)
+"""Names in :attr:`Usage.counts` of what became of hints about blocks, which changes with :meth:`LastingTier.hinted`
+alone, in the order of :data:`kvpolicy.caching.holds.EVENTS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from kvpolicy.caching import spec as caching
 from kvpolicy.caching.fallback import guarded
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import Client, HintLimits, Hints
-from kvpolicy.tiers.base import MAX_HANG_S, MAX_QUEUED_BLOCKS, Chain, Finished, Key, Kind, Pieces, Usage
+from kvpolicy.tiers.base import HINT_COUNTS, MAX_HANG_S, MAX_QUEUED_BLOCKS, Chain, Finished, Key, Kind, Pieces, Usage
 from kvpolicy.tiers.block_files import BlockFiles, Scratch
 from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName, digest_of_key, require_checksums
 from kvpolicy.tiers.faults import Faults
@@ -263,12 +264,15 @@ class FileTier:
     def usage(self) -> Usage:
         self._settle()
         files = len(self._there) + len(self._writing) + self._occupancy.other_files
+        counts = dict(self._counts)
+        if isinstance(self._policy, Hinted):
+            counts.update(zip(HINT_COUNTS, astuple(self._policy.counts), strict=True))
         return Usage(
             blocks=len(self._there),
             used_bytes=files * self._layout.file_bytes,
             capacity_bytes=self.capacity_blocks * self._layout.file_bytes,
             queued_blocks=len(self._writing),
-            counts=dict(self._counts),
+            counts=counts,
         )
 
     def wait_idle(self, limit_s: float | None = None) -> bool:

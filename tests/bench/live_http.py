@@ -77,8 +77,8 @@ class Small:
 
     def of_plugin(self) -> str:
         pins = sum("pin" in body.get("kv_transfer_params", {}).get("kvpolicy", {}) for body in self.bodies)
-        hinted = (f'vllm:kvpolicy_hinted_blocks_total{{event="{event}"}} {pins * blocks}\n'
-                  for event, blocks in self.hinted.items())  # fmt: skip
+        hinted = (f'vllm:kvpolicy_hinted_blocks_total{{event="{event}",tier="{tier}"}} {pins * blocks * times}\n'
+                  for event, blocks in self.hinted.items() for tier, times in (("host", 1), ("files", 10)))  # fmt: skip
         kinds = (f'vllm:kvpolicy_decisions_total{{kind="{kind}"}} {self.served}\n' for kind in ("swap", "recompute"))
         return "".join((*kinds, *hinted))
 

@@ -250,6 +250,19 @@ def test_a_request_that_ends_after_its_session_holds_nothing() -> None:
     assert policy.evict(4, ()) == ["d", "c", "b", "a"]
 
 
+def test_a_request_that_ends_with_less_than_it_came_with_holds_no_more_than_that() -> None:
+    """It was cancelled while it waited: what it came with beyond the turns before will not come."""
+    policy, _ = hinted(8, share=0.9, each=0.9)
+    kept = Hints(keep_s=100.0, session="s")
+    for request, window in enumerate(("ab", "abcd")):
+        policy.hinted(window, kept, ANYBODY, request)
+        end(policy, "ab", kept, request=request)
+        assert policy.held("abcd") == {*"ab"} and policy.counts.released == 2 * request
+    policy.hinted("xy", replace(kept, session="t", pin_tokens=BLOCK), ANYBODY, 2)
+    end(policy, "", replace(kept, session="t", pin_tokens=BLOCK), request=2)
+    assert policy.held("xy") == {"x"}, "its pin, until its time is over"
+
+
 def test_of_two_requests_of_a_session_the_window_of_the_later_one_stays_whichever_ends_last() -> None:
     policy, _ = hinted(8, share=0.9, each=0.9)
     kept = Hints(keep_s=100.0, session="s")

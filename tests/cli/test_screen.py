@@ -68,24 +68,27 @@ vllm:kvpolicy_cache_loaded_tokens_total{engine="0",tier="host"} 640.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="stored",tier="host"} 200.0
 """
 FILES = """\
+vllm:kvpolicy_cache_blocks_total{engine="0",event="found",tier="files"} 400.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="stored",tier="files"} 120.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="loaded",tier="files"} 30.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="load_failed",tier="files"} 2.0
 vllm:kvpolicy_cache_blocks_total{engine="0",event="late",tier="files"} 1.0
-vllm:kvpolicy_hinted_blocks_total{engine="0",event="held"} 17.0
-vllm:kvpolicy_hinted_blocks_total{engine="0",event="released"} 5.0
+vllm:kvpolicy_hinted_blocks_total{engine="0",event="held",tier="host"} 17.0
+vllm:kvpolicy_hinted_blocks_total{engine="0",event="held",tier="files"} 23.0
+vllm:kvpolicy_hinted_blocks_total{engine="0",event="released",tier="host"} 5.0
 """
 
 
-def test_cached_prompts_files_and_hints_have_a_row_where_there_are_any() -> None:
+def test_cached_prompts_and_hints_and_files_have_rows_where_there_are_any() -> None:
     rows = []
     for text in (TEXT, TEXT + CACHE, TEXT + CACHE + FILES):
         watcher = watcher_of(text)
         watcher.look(0.0)
-        rows.append([line.split("│")[1].strip() for line in shown(watcher).splitlines() if "prompts cached" in line])
+        lines = [line for line in shown(watcher).splitlines() if line.strip().startswith("prompts ")]
+        rows.append([line.split("│")[1].strip() for line in lines])
     in_host = "90 blocks in host memory; 640 tokens loaded"
-    in_files = "120 blocks written to files, 30 read, 3 failed or late"
-    assert rows == [[], [in_host], [f"{in_host}; {in_files}; 17 held back for hints so far"]]
+    in_files = "400 blocks found at the start, 120 written, 30 read, 3 failed or late"
+    assert rows == [[], [in_host], [f"{in_host}; 17 held back for hints so far", in_files]]
 
 
 def test_of_a_policy_without_prices_nothing_is_predicted_and_nothing_is_cheaper() -> None:

@@ -234,6 +234,14 @@ def test_what_a_hint_holds_back_gets_its_room_and_the_rest_what_the_policy_gives
     assert store.lookup(chain("abc")) == store.lookup(chain("uvw")) == 3, "nobody else had to go"
 
 
+def test_a_content_is_there_on_the_device_and_in_its_slot() -> None:
+    store = HostStore(1, Lru(1))
+    places = serve(store, "ab", 10)
+    assert "a" in store and "ab" in store and "abc" not in store
+    store.lost(places)
+    assert "a" in store and "ab" not in store
+
+
 def test_what_is_left_out_and_what_is_forgotten_takes_no_share_of_hints() -> None:
     store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
     assert isinstance(store.cache, Hinted)

@@ -120,34 +120,6 @@ def test_what_one_rank_could_not_store_is_not_there() -> None:
     assert core.counts["store_failed"] == 1 and core.pool.used == 0
 
 
-def test_a_part_of_a_block_that_some_rank_has_not_is_dropped() -> None:
-    """Of what one rank refused or failed to write, and of what an earlier server left on one rank alone."""
-    core = Core()
-    core.save(CHAIN)
-    ((job,), _) = core.jobs()
-    digests = [*map(digest_of_key, CHAIN)]
-    core.index.acknowledge(
-        [FileReport(job.number, refused=(digests[1],)), FileReport(job.number, failed=(digests[2],))]
-    )
-    assert set(core.index.take_drops()) == {*digests[1:]} and core.index.lookup(CHAIN) == 1
-    left, lone = digest_of_key(b"left"), digest_of_key(b"lone")
-    core.index.acknowledge([FileReport(found=(left, lone), ready=True)])
-    assert core.index.take_drops() == (), "the other rank has yet to say what it has"
-    core.index.acknowledge([FileReport(found=(left,), ready=True)])
-    assert core.index.take_drops() == (lone,) and core.index.lookup([b"left"]) == 1
-    for reset, found in ((True, (left,)), (False, ())):
-        other = Core()
-        other.index.acknowledge([FileReport(found=(left, lone), ready=True)])
-        if reset:
-            other.index.forget()
-        other.index.acknowledge([FileReport(found=found, ready=True)])
-        assert other.index.take_drops() == (), "nobody knows, or another process still has a rank's folder"
-    alone = Core(ranks=1)
-    alone.save(CHAIN)
-    alone.report(alone.jobs()[0][0], failed=[b"c"])
-    assert alone.index.take_drops() == (), "nobody else has any of it"
-
-
 def test_what_is_not_worth_a_load_is_not_stored() -> None:
     core = Core()
     core.pool.watch(CHAIN, {0: 0, 1: 1, 2: 2})
@@ -214,43 +186,6 @@ def test_a_block_that_is_given_up_while_others_of_its_load_are_read_is_in_host_m
     assert core.index.lookup(CHAIN) == 0 and core.index.lookup(CHAIN[1:]) == 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_one_rank_gives_up_the_others_are_told_to_drop(ranks: int) -> None:
-    core = Core(ranks)
-    core.stored()
-    core.index.acknowledge([FileReport(gone=(digest_of_key(b"b"),)), FileReport(gone=(digest_of_key(b"b"),))])
-    assert core.index.take_drops() == ((digest_of_key(b"b"),) if ranks > 1 else ())
-    assert core.index.take_drops() == () and core.index.lookup(CHAIN) == 1
-
-
-def test_what_is_stored_again_is_not_dropped_and_what_is_loaded_not_before_its_end() -> None:
-    core, gone = Core(), [FileReport(gone=(digest_of_key(b"a"),))]
-    core.stored()
-    core.drop_from_host()
-    core.index.acknowledge(gone)
-    core.save([b"a"])
-    assert core.index.take_drops() == ()
-    for job in core.jobs()[0]:
-        core.report(job)
-    assert core.index.take_drops() == () and core.index.lookup(CHAIN) == 3
-    core.drop_from_host()
-    core.index.fetch(CHAIN, 0, 3)
-    (_, (job,)) = core.jobs()
-    core.index.acknowledge(gone)
-    assert core.index.take_drops() == ()
-    core.report(job, ranks=1)
-    assert core.index.take_drops() == ()
-    core.report(job, ranks=1)
-    assert core.index.take_drops() == (digest_of_key(b"a"),)
-
-
-def test_of_what_is_given_up_at_once_so_many_are_dropped_elsewhere_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy_vllm.plugin.file_index.MAX_DROPS", 2)
-    core = Core()
-    core.index.acknowledge([FileReport(gone=tuple(map(digest_of_key, CHAIN)))])
-    assert core.index.take_drops() == tuple(map(digest_of_key, CHAIN[:2]))
-
-
 def test_what_ranks_have_moved_is_told_by_direction() -> None:
     """Of a block that one rank has already the other one writes its part alone."""
     core, moved = Core(), list[tuple[str, int]]()
@@ -309,7 +244,7 @@ def test_no_more_is_given_to_workers_than_their_queues_hold() -> None:
     core.index.acknowledge([FileReport(ready=True)] * core.ranks)
     core.save([b"%d" % number for number in range(blocks)])
     ((job,), _) = core.jobs()
-    assert len(job.keys) == MAX_QUEUED_BLOCKS and core.counts == {"refused": 100}
+    assert len(job.keys) == MAX_QUEUED_BLOCKS and core.counts == {"found": 0, "refused": 100}
     assert core.index._room() > 0 and not core.index.takes(b"x", 3)
     core.report(job)
     assert core.index.takes(b"x", 3) and core.counts["stored"] == MAX_QUEUED_BLOCKS
@@ -683,6 +618,22 @@ def test_what_an_earlier_server_left_is_there_once_all_ranks_have_said_it() -> N
     assert core.index.lookup(CHAIN) == 3 and core.index.ready and not core.index.under_way
     core.index.acknowledge([FileReport(gone=digests[1:2])])
     assert core.index.lookup(CHAIN) == 1
+
+
+def test_what_all_ranks_have_at_the_start_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever each of them reports at once, and without what only some have."""
+    core, (a, b, c) = Core(), map(digest_of_key, CHAIN)
+    caplog.set_level("INFO", logger="vllm")
+    core.index.acknowledge([FileReport(found=(a,)), FileReport(found=(b, c), ready=True), FileReport(found=(b,))])
+    assert not core.counts["found"] and not caplog.records
+    core.index.acknowledge([FileReport(found=(a,), ready=True)])
+    assert core.counts["found"] == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvpolicy: found 2 KV blocks in files, which an earlier server left there"
+    ]
+    core.stored(LONGER)
+    core.index.acknowledge([FileReport(gone=(a,))])
+    assert core.counts["found"] == 2 and len(caplog.records) == 1
 
 
 def test_a_caching_policy_of_files_that_fails_is_told() -> None:

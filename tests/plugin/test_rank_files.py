@@ -108,6 +108,23 @@ def test_what_requests_say_of_their_windows_holds_their_files(tmp_path: Path) ->
     files.close()
 
 
+def test_rank_0_says_what_became_of_hints(tmp_path: Path) -> None:
+    """Files for four blocks, of which hints of a class hold one."""
+    for number, counts_hints in enumerate((True, False)):
+        tier = FileTier.open(tmp_path, {"rank": number}, BLOCK_BYTES, 4 * (2 * 4096), hints=HintLimits())
+        files, window = RankFiles(tier, copier(), counts_hints=counts_hints), (b"a", b"b")
+        assert files.reports() == [FileReport(ready=True)]
+        came = FileEvent(window, Hints(60.0, session="s"), ANYBODY)
+        over = FileEvent((), Hints(session="s", ended=True), ANYBODY, over=True)
+        said = []
+        for step, event in enumerate((came, FileEvent(window), over)):
+            files.begin(StepJobs(step, file_events=(event,)))
+            said.append(files.reports())
+        one, two = FileReport(hinted=(1, 1, 0, 0)), FileReport(hinted=(0, 0, 0, 2))
+        assert said == ([[one], [], [two]] if counts_hints else [[], [], []])
+        files.close()
+
+
 def test_a_session_holds_its_files_when_a_client_of_another_salt_ends_one_of_its_name(tmp_path: Path) -> None:
     tier = FileTier.open(
         tmp_path, {"model": "a"}, BLOCK_BYTES, 4 * (2 * 4096), hints=HintLimits(class_share=0.5), block_tokens=16

@@ -114,8 +114,11 @@ def test_a_server_finds_what_an_earlier_one_computed(
     assert counted(before, "stored") > 20 and counted(before, "loaded") == 0
     assert len(files_of(servers.files)) >= counted(before, "stored")
     assert not list(servers.files.rglob("writing/*"))
+    left = len(files_of(servers.files))
     after = servers.serve("second", second)
-    assert harness.total(before, "hinted_blocks", event="held") > 0
+    assert counted(before, "found") == 0 and counted(after, "found") == left
+    for tier in ("host", "files"):
+        assert harness.total(before, "hinted_blocks", tier=tier, event="held") > 0
     assert counted(after, "loaded") > 20 and counted(after, "load_failed") == 0
     assert harness.total(after, "cache_loaded_tokens") >= 32 * 10
 
@@ -148,7 +151,9 @@ def test_two_ranks_find_their_parts_of_blocks(
     assert counted(before, "stored") > 20 and counted(before, "store_failed") == 0
     namespaces = {path.relative_to(servers.files).parts[0] for path in files_of(servers.files)}
     assert len(namespaces) == 2, "a rank's part of a block is no other rank's"
+    left = len(files_of(servers.files))
     after = servers.serve("second", second, ranks=2)
+    assert 20 < counted(after, "found") <= left / 2
     assert counted(after, "loaded") > 20 and counted(after, "load_failed") == 0
 
 
@@ -160,4 +165,4 @@ def test_another_number_of_ranks_finds_nothing(
     before = servers.serve("first", first, ranks=2)
     after = servers.serve("second", second)
     assert counted(before, "stored") > 20
-    assert counted(after, "loaded") == 0 and counted(after, "load_failed") == 0
+    assert counted(after, "found") == counted(after, "loaded") == counted(after, "load_failed") == 0

@@ -8,10 +8,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.request import RequestStatus
+
+from kvpolicy.caching import Hinted
 from kvpolicy.settings import GIB
 from tests.vllm import harness
 from tests.vllm.test_faults import BLOCK_BYTES
-from tests.vllm.test_prompt_cache import PROMPT, Served
+from tests.vllm.test_prompt_cache import PROMPT, Served, one_step
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.feature("hints about KV")]
 OTHER = [*range(300, 400)]
@@ -71,6 +74,34 @@ def test_the_window_of_a_session_that_is_over_goes_first(served: Served) -> None
     while harness.total(served.controller.stats(), "cache_blocks", event="evicted") < before + 6:
         served.push_out()
     assert served.found(served.request(PROMPT)) == 0
+
+
+def test_a_request_that_is_cancelled_holds_what_there_is_of_its_window(served: Served) -> None:
+    """Of a first turn what it, or anybody, has computed, and of a later one that waits the turns before it."""
+    cache = served.controller.copies.pool.cache
+    assert isinstance(cache, Hinted)
+
+    def cancelled(prompt: list[int], session: str, steps: int = 0) -> int:
+        """How many blocks are held by then, and how many after it."""
+        request = hinted(served, prompt, session=session, keep_s=500)
+        served.scheduler.add_request(request)
+        for _ in range(steps):
+            one_step(served)
+        served.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        return cache.held_blocks
+
+    assert cancelled(PROMPT, "a") == 0
+    served.serve(hinted(served, PROMPT, session="a", keep_s=500))
+    assert cancelled([*PROMPT, *OTHER], "a") == 6
+    served.push_out()
+    assert cancelled([*PROMPT, *OTHER], "a") == 6, "they are in host memory"
+    served.scheduler.add_request(served.request(OTHER))
+    one_step(served)
+    assert cancelled(OTHER, "b") == 6 + 6, "a request that runs has computed them"
+    served.serve()
+    served.scheduler.max_num_scheduled_tokens = 40
+    assert cancelled([*range(600, 700)], "c", steps=1) == 12 + 2
+    assert harness.total(served.controller.stats(), "hints_failed") == 0
 
 
 def test_nobody_holds_back_more_than_its_share(served: Served) -> None:

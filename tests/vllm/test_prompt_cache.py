@@ -267,10 +267,10 @@ def test_nothing_is_found_after_a_reset_that_vllm_refuses(model: str) -> None:
     served.serve(served.request(earlier))
     running = served.request(PROMPT)
     served.scheduler.add_request(running)
-    _step(served)
+    one_step(served)
     assert running.num_computed_tokens == 100 and not served.scheduler.reset_prefix_cache()
     served.scheduler.preempt_at_next_step(running.request_id)
-    _step(served)
+    one_step(served)
     copies, stats = served.controller.copies, served.controller.stats()
     assert copies.of(running.request_id) is None and not copies.pool._by_key
     assert harness.total(stats, "fallbacks", reason="stale") == 1
@@ -480,13 +480,13 @@ def test_a_request_that_is_aborted_while_it_is_loaded_leaves_nothing(model: str)
     served.push_out()
     request = served.request(PROMPT)
     served.scheduler.add_request(request)
-    _step(served)
+    one_step(served)
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     pool = served.controller.copies.pool
     assert pool.used == 6 and pool.obtainable(1000, pool.total) == pool.total - 6, "they are not given away meanwhile"
     served.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     for _ in range(8):
-        _step(served)
+        one_step(served)
     device = served.scheduler.kv_cache_manager.block_pool
     assert (pool.used, served.controller.copies.loading) == (0, 0)
     assert device.get_num_free_blocks() == device.num_gpu_blocks - 1
@@ -503,7 +503,7 @@ def test_a_reset_while_it_is_loaded_leaves_the_request_waiting_as_a_new_one(mode
         served.push_out()
         request = served.request(PROMPT)
         served.scheduler.add_request(request)
-        _step(served)
+        one_step(served)
         for _ in range(steps):
             output = served.scheduler.schedule()
             sampled = dict.fromkeys(output.num_scheduled_tokens, True)
@@ -519,7 +519,7 @@ def test_a_reset_while_it_is_loaded_leaves_the_request_waiting_as_a_new_one(mode
         assert served.found(served.request(PROMPT)) == 96, "it has computed all of its prompt after the reset"
 
 
-def _step(served: Served) -> None:
+def one_step(served: Served) -> None:
     output = served.scheduler.schedule()
     sampled = {name: not served.scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
     served.scheduler.update_from_output(output, served.worker.execute(output, sampled))

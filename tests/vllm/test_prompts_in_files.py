@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.settings import GIB
@@ -235,6 +236,38 @@ def test_files_hear_what_a_request_says_of_its_window_when_it_comes_and_when_it_
     served.controller.forget_saved()
     served.serve(served.request([1, 2, 3]))
     assert served.worker.resets == 1
+
+
+def test_files_hear_what_there_is_of_the_window_of_a_request_that_is_cancelled(model: str) -> None:
+    served = WithFiles(model)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    served.push_out_of_host_memory()
+    asked = served.request([*PROMPT, *range(300, 400)])
+    asked.kv_transfer_params = {"kvpolicy": {"keep_s": 60, "session": "s"}}
+    served.scheduler.add_request(asked)
+    served.scheduler.finish_requests(asked.request_id, RequestStatus.FINISHED_ABORTED)
+    served.serve(served.request([1, 2, 3]))
+    first, last = served.worker.hints
+    assert len(first.keys) == 12 and last.over and last.keys == first.keys[:6], "six blocks are in files alone"
+
+
+def test_what_is_found_in_files_at_the_start_is_counted(model: str) -> None:
+    served = WithFiles(model)
+    served.worker.reports = [FileReport(found=(digest_of_key(b"a"), digest_of_key(b"b")), ready=True)]
+    served.serve(served.request(PROMPT))
+    assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="found") == 2
+
+
+def test_what_became_of_hints_about_files_is_counted_by_tier(model: str) -> None:
+    served = WithFiles(model)
+    served.worker.reports = [FileReport(hinted=(3, 0, 0, 2)), FileReport(hinted=(1, 0, 0, 0), ready=True)]
+    asked = served.request(PROMPT)
+    asked.kv_transfer_params = {"kvpolicy": {"keep_s": 60}}
+    served.serve(asked)
+    stats = served.controller.stats()
+    of_files = [harness.total(stats, "hinted_blocks", tier="files", event=event) for event in ("held", "released")]
+    assert of_files == [4, 2] and harness.total(stats, "hinted_blocks", tier="host") >= 6
 
 
 def test_what_costs_more_to_save_and_load_than_to_compute_is_not_stored(model: str) -> None:

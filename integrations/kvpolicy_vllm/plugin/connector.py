@@ -165,7 +165,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
                     f"cache_files: nothing can be written to {directory} ({error}); give another folder, or leave "
                     "cache_files out"
                 ) from error
-            self.files = RankFiles(tier, copier, failures)
+            self.files = RankFiles(tier, copier, failures, counts_hints=int(config.parallel_config.rank) == 0)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the forward pass, during which files are read and written. On a GPU they are anyway: what comes

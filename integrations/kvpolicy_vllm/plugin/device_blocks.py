@@ -1,4 +1,5 @@
-"""Which blocks of the device lose their content: those that a step takes from others, and those it may write to.
+"""Blocks of the device: which of them lose their content, as a step takes them from others, which a step may write to,
+and whether a content is there.
 
 Imports no vLLM: everything is read from the scheduler object.
 """
@@ -34,6 +35,11 @@ def given_away(output: Any, unlisted: Iterable[int], pool: HostStore, blocks: An
         for block_id, key in compress(zip(known, keys, strict=True), map(ne, keys, held)):
             if key is not None:
                 yield block_id
+
+
+def is_found(block_hash: Any, scheduler: Any) -> bool:
+    """Whether the prefix cache, of one KV cache group, has a block with this hash, in use or not."""
+    return scheduler.kv_cache_manager.block_pool.get_cached_block(block_hash, [0]) is not None
 
 
 def uncomputed(request: Any, scheduler: Any) -> list[int]:

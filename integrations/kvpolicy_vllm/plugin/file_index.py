@@ -17,6 +17,7 @@ from kvpolicy.caching import Node
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
+from kvpolicy_vllm.plugin.file_parts import FileParts
 from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S, FileReads
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
 
@@ -25,8 +26,6 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SHARE = 4
 """Of host slots, stores and loads of files hold at most one in so many."""
 WARNING_EVERY_S = 60.0
-MAX_DROPS = 20_000
-"""Blocks that a step tells the ranks to drop, at most. What exceeds that stays until each of them gives it up."""
 Count = Callable[[str, int], None]
 
 
@@ -58,11 +57,10 @@ class FileIndex:
     controller's. ``count``: counts blocks by what happened to them."""
 
     def __init__(self, pool: HostStore, ranks: int, block_bytes: int, clock: Callable[[], float], count: Count) -> None:
-        self._pool, self._ranks, self._reads = pool, ranks, FileReads(block_bytes, clock)
+        self._pool, self._ranks = pool, ranks
+        self._parts, self._reads = FileParts(ranks), FileReads(block_bytes, clock)
         self._clock, self._count = clock, count
         self._salt = b""
-        self._there: dict[bytes, int] = {}
-        """By digest of a content's key, how many ranks have it."""
         self._under: dict[int, Under] = {}
         """By number, those that are not late, in the order in which they began."""
         self._late: dict[int, Under] = {}
@@ -77,10 +75,6 @@ class FileIndex:
         """Loads by the keys of their contents."""
         self._of_digest: dict[bytes, list[Under]] = {}
         """Stores and loads, late ones too, by the digests of their contents' keys."""
-        self._drops: dict[bytes, None] = {}
-        """Digests of what some rank has no more, and others may have."""
-        self._ready = self._with_files = 0
-        """Ranks that have, and those of them of which the last report named blocks."""
         self._numbers = 0
         self.settled = 0
         """Stores and loads that all ranks have finished: there may be room again."""
@@ -100,6 +94,8 @@ class FileIndex:
         """Whether they are, where they have to be saved to host memory before."""
         self.moved: Count = lambda direction, blocks: None
         """Called with ``write`` or ``read``, and how many blocks a rank has moved so."""
+        self.heeded: Callable[[Sequence[int]], None] = lambda blocks: None
+        """Called with :attr:`~kvpolicy_vllm.plugin.messages.FileReport.hinted`."""
         self.policy_failed: Callable[[str], None] = lambda method: None
         """Called with the name of its method where the caching policy of a rank's files has failed."""
 
@@ -111,7 +107,7 @@ class FileIndex:
     @property
     def ready(self) -> bool:
         """Whether all ranks have said what an earlier server left."""
-        return self._ready >= self._ranks
+        return self._parts.ready
 
     @property
     def starting(self) -> bool:
@@ -122,7 +118,7 @@ class FileIndex:
         """How many of these contents are in files, up to the first one that is not."""
         count = 0
         for key in keys:
-            if self._there.get(digest_of_key(self._salt + key), 0) < self._ranks:
+            if not self._parts.has(digest_of_key(self._salt + key)):
                 break
             count += 1
         return count
@@ -198,7 +194,7 @@ class FileIndex:
     def _lacks(self, key: bytes) -> bool:
         """Whether files neither have this content nor are about to."""
         key = self._salt + key
-        return key not in self._storing and self._there.get(digest_of_key(key), 0) < self._ranks
+        return key not in self._storing and not self._parts.has(digest_of_key(key))
 
     def _store(self, run: list[HostBlock]) -> None:
         room = max(0, self._store_room()) if self._clock() >= self._fail_until_s else 0
@@ -291,7 +287,7 @@ class FileIndex:
             if under.chain:
                 self._reads.late()
                 for key in under.keys:
-                    self._there.pop(digest_of_key(key), None)
+                    self._parts.lost(digest_of_key(key))
         if late and (self._warned_s is None or now >= self._warned_s + WARNING_EVERY_S):
             self._warned_s = now
             slots = sum(len(under.blocks) for under in self._late.values())
@@ -308,35 +304,21 @@ class FileIndex:
         return taken
 
     def take_drops(self) -> tuple[bytes, ...]:
-        """Digests of what some rank has said since the last call to have no more, so that nobody can load it: all ranks
-        are to drop it. What is being stored again, or loaded, is left alone until that has ended."""
-        if not self._drops:
-            return ()
-        drops = self._drops
-        self._drops = {digest: None for digest in drops if digest in self._of_digest}
-        wanted = [digest for digest in drops if digest not in self._of_digest and not self._is_there(digest)]
-        for digest in wanted:
-            self._there.pop(digest, None)
-        return tuple(wanted)
-
-    def _drop(self, digest: bytes) -> None:
-        if self._ranks > 1 and len(self._drops) < MAX_DROPS:
-            self._drops[digest] = None
-
-    def _is_there(self, digest: bytes) -> bool:
-        return self._there.get(digest, 0) >= self._ranks
+        """Digests of what all ranks are to drop, since some of them lack their parts; see
+        :meth:`~kvpolicy_vllm.plugin.file_parts.FileParts.take_drops`."""
+        return self._parts.take_drops(self._of_digest)
 
     def acknowledge(self, reports: Iterable[FileReport]) -> None:
         """Register what ranks report."""
         for report in reports:
-            self._ready += report.ready
             if report.policy_failed:
                 self.policy_failed(report.policy_failed)
-            for digest in report.found:
-                self._there[digest] = self._there.get(digest, 0) + 1
-            self._with_files += report.ready and bool(report.found)
-            if report.ready and self.ready:
-                self._drop_parts()
+            if report.hinted:
+                self.heeded(report.hinted)
+            found = self._parts.found(report.found, report.ready)
+            if found is not None:
+                self._count("found", found)
+                logger.info("kvpolicy: found %d KV blocks in files, which an earlier server left there", found)
             of = self._late if report.number in self._late else self._under
             under = of.get(report.number)
             if under is not None:
@@ -348,26 +330,15 @@ class FileIndex:
                     del of[report.number]
                     self._settle(under)
             for digest in report.gone:
-                self._there.pop(digest, None)
-                self._drop(digest)
+                self._parts.gone(digest)
                 for under in self._of_digest.get(digest, ()):
                     under.gone.add(digest)
-
-    def _drop_parts(self) -> None:
-        """All ranks have said what an earlier server left: what not all of them have nobody can load. Unless one has
-        nothing, as another process still has its folder, or there was a reset meanwhile, since which counts are not
-        whole."""
-        if self._salt or self._with_files < self._ranks:
-            return
-        for digest, ranks in self._there.items():
-            if ranks < self._ranks:
-                self._drop(digest)
 
     def forget(self) -> None:
         """The keys stand for other contents from now on, as after a change of weights: nothing that was stored is
         found, and nothing that will be stored is found by another server."""
         self._salt = uuid.uuid4().bytes
-        self._there.clear()
+        self._parts.forget()
         self._coming.clear()
         self._forgets, self._events = True, []
         for under in (*self._under.values(), *self._late.values()):
@@ -403,11 +374,11 @@ class FileIndex:
             if not self._of_digest[digest]:
                 del self._of_digest[digest]
             if ok and digest not in under.gone:  # a load that was late was taken for not there
-                self._there[digest] = self._ranks
+                self._parts.stored(digest)
             elif under.chain:
-                self._there.pop(digest, None)
+                self._parts.lost(digest)
             if digest in under.gone or not (ok or under.chain or under.stale):  # some rank may have stored its part
-                self._drop(digest)
+                self._parts.drop(digest)
         if under.chain:
             self._loaded(under, done)
         else:

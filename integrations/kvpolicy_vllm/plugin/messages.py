@@ -83,6 +83,9 @@ class FileReport:
     """Digests of blocks that an earlier server left in its files."""
     ready: bool = False
     """Whether all of those have been reported now."""
+    hinted: tuple[int, ...] = ()
+    """How many blocks more, by what became of hints about them, in the order of :data:`kvpolicy.caching.holds.EVENTS`.
+    Of rank 0 alone, as all ranks do the same."""
     policy_failed: str = ""
     """The method of the caching policy of its files that failed, so that ``lru`` took its place."""
 

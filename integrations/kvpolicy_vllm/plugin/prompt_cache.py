@@ -5,11 +5,11 @@ Imports no vLLM: everything is read from the scheduler object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import Any
 
 from kvpolicy.caching import CachingPolicy, Hinted
@@ -20,6 +20,7 @@ from kvpolicy.cost.block_price import RENEWED_STEPS, Beside, block_price, read_f
 from kvpolicy.policy import Decider
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.tiers import Tier
+from kvpolicy_vllm.plugin.device_blocks import is_found
 from kvpolicy_vllm.plugin.file_index import FileIndex
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.host_tier import HostTier
@@ -109,6 +110,7 @@ class PromptCache:
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
         self.files.moved = moved
+        self.files.heeded = partial(self._add_hinted, FILE_TIER)
         self.files.policy_failed = lambda method: self._tally.add("cache_failed", method=method)
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
         self.files.worth_saving = partial(self._is_worth_storing, saved=True, from_files=True)
@@ -161,6 +163,8 @@ class PromptCache:
             if not marks.hints:
                 return
             chain = self._keys(request, 0, len(request.block_hashes))
+            if over and request.num_computed_tokens < request.num_prompt_tokens:  # as one that was cancelled
+                chain = chain[: self._there(request, chain)]
             hints, client = marks.hints.of_prompt(request.num_prompt_tokens), client_of(request, marks)
             self._host.hinted(chain, hints, client, request.request_id, over)
             if self.files is not None:
@@ -169,6 +173,17 @@ class PromptCache:
         except Exception:  # noqa: BLE001
             self._tally.add("hints_failed")
             self._complain("heeding a request's hints about its KV failed (counted as hints_failed)")
+
+    def _there(self, request: Any, chain: Sequence[bytes]) -> int:
+        """How many leading blocks of its window it has computed, or are on the device, in host memory or in files."""
+        pool, files, scheduler = self._copies.pool, self.files, self._scheduler
+        there = request.num_computed_tokens // self._size if request.num_computed_tokens else 0
+        for key, block_hash in zip(chain[there:], request.block_hashes[there:], strict=True):
+            on_device = scheduler is not None and is_found(block_hash, scheduler)
+            if not (on_device or key in pool or (files is not None and files.lookup([key]))):
+                break
+            there += 1
+        return there
 
     def given_back(self, request: Any) -> None:
         """The request is about to lose its blocks: what the device may lose of them from now on is watched."""
@@ -349,12 +364,15 @@ class PromptCache:
         if not isinstance(cache, Hinted):
             return
         now = HINT_COUNTS(cache.counts)
-        if now == self._hinted:  # true in nearly every step
-            return
-        for event, blocks, before in zip(EVENTS, now, self._hinted, strict=True):
-            if blocks > before:
-                self._tally.add("hinted_blocks", blocks - before, event=event)
-        self._hinted = now
+        if now != self._hinted:  # false in nearly every step
+            self._add_hinted(HOST_TIER, map(sub, now, self._hinted))
+            self._hinted = now
+
+    def _add_hinted(self, tier: str, more: Iterable[int]) -> None:
+        """Count so many blocks more of a tier, by what became of hints about them."""
+        for event, blocks in zip(EVENTS, more, strict=True):
+            if blocks:
+                self._tally.add("hinted_blocks", blocks, tier=tier, event=event)
 
     # ---- prices ----
 

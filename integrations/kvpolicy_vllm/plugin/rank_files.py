@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from operator import sub
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvpolicy.caching import Part
 from kvpolicy.cost.block_price import interpolated
-from kvpolicy.tiers import MAX_HANG_S, LastingTier, Pieces, digest_of_key
+from kvpolicy.tiers import HINT_COUNTS, MAX_HANG_S, LastingTier, Pieces, digest_of_key
 from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Copier
 from kvpolicy_vllm.plugin.messages import FileJob, FileReport, StepJobs
 
@@ -26,11 +27,16 @@ class RankFiles:
     """The files of one rank. A job names blocks and host slots; every job is reported once, whatever happens to it.
 
     ``failures``: methods of the tier's caching policy that failed; they are reported, and removed from it. ``hang_s``:
-    how long a medium that hangs is waited for.
+    how long a medium that hangs is waited for. ``counts_hints``: whether it reports what became of hints.
     """
 
     def __init__(
-        self, tier: LastingTier, copier: Copier, failures: list[str] | None = None, hang_s: float = MAX_HANG_S
+        self,
+        tier: LastingTier,
+        copier: Copier,
+        failures: list[str] | None = None,
+        hang_s: float = MAX_HANG_S,
+        counts_hints: bool = False,
     ) -> None:
         self._tier, self._copier, self._hang_s = tier, copier, hang_s
         self._failures = [] if failures is None else failures
@@ -50,6 +56,11 @@ class RankFiles:
         """What has left files before all of that was reported."""
         self._left: list[bytes] = []
         """What has left files since reports were taken, as was seen when others were dropped."""
+        self._counts_hints = counts_hints
+        self._hints_came = False
+        """Whether there were hints since the last reports."""
+        self._hinted = (0,) * len(HINT_COUNTS)
+        """What became of hints, as far as it is reported."""
 
     def let_go(self) -> None:
         """Use no host slots until :meth:`copy_with`, so that their memory can be freed before there is other. Waits for
@@ -78,6 +89,7 @@ class RankFiles:
                     self._tier.asked(event.keys)
                 else:
                     self._tier.hinted(event.keys, event.hints, event.client, event.request, event.over)
+                    self._hints_came = self._counts_hints
             if jobs.file_drops:
                 self._drop(frozenset(jobs.file_drops))
             for job in jobs.file_stores:
@@ -148,6 +160,12 @@ class RankFiles:
             reports.append(FileReport(found=found, ready=not self._found))
         if gone:
             reports.append(FileReport(gone=tuple(gone)))
+        if self._hints_came:
+            self._hints_came = False
+            counts, before = self._tier.usage().counts, self._hinted
+            self._hinted = tuple(counts.get(name, 0) for name in HINT_COUNTS)
+            if self._hinted != before:
+                reports.append(FileReport(hinted=tuple(map(sub, self._hinted, before))))
         while self._failures:
             reports.append(FileReport(policy_failed=self._failures.pop(0)))
         return reports
