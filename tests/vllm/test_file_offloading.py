@@ -21,6 +21,7 @@ from vllm.config import KVTransferConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -286,18 +287,27 @@ def test_groups_are_apart(servers: Any) -> None:
     assert server.serve(keys_of("a", 2, group=1)) == 0
 
 
-def test_salts_are_apart(servers: Any) -> None:
-    """By vLLM's own hashes, which have the salt of the request."""
+OWNERS: dict[str, list[dict[str, Any]]] = {
+    "salts": [{"cache_salt": name} for name in ("mine", "another")],
+    "adapters": [
+        {"lora_request": LoRARequest(name, number, "/nowhere")} for number, name in enumerate(("mine", "another"), 1)
+    ],
+}
 
-    def keys(salt: str | None) -> list[OffloadKey]:
-        request = made_request(0, [*range(48)], SamplingParams(), cache_salt=salt)
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_salts_and_adapters_are_apart(servers: Any, kind: str) -> None:
+    """By vLLM's own hashes, which have the salt of the request and the name of its adapter."""
+
+    def keys(owner: dict[str, Any]) -> list[OffloadKey]:
+        request = made_request(0, [*range(48)], SamplingParams(), **owner)
         return [make_offload_key(one, 0) for one in request.block_hashes]
 
-    keys(None)  # which seeds the hashes
-    server = servers()
-    assert server.serve(keys("mine")) == 0
+    keys({})  # which seeds the hashes
+    server, (mine, another) = servers(), OWNERS[kind]
+    assert server.serve(keys(mine)) == 0
     server.serve(keys_of("b", 4))
-    assert [server.serve(keys(salt)) for salt in ("another", None, "mine", "another", None)] == [0, 0, 3, 3, 3]
+    assert [server.serve(keys(owner)) for owner in (another, {}, mine, another, {})] == [0, 0, 3, 3, 3]
 
 
 def test_a_damaged_file_is_computed(servers: Any, tmp_path: Path) -> None:

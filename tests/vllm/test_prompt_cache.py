@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from kvpolicy.features import features_of
 from kvpolicy.policy import PricedPolicy
 from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.messages import FileReport, StepJobs
-from tests.vllm import alone, harness
-from tests.vllm.conftest import SCARCE, job
+from tests.vllm import alone, families, features, harness
+from tests.vllm.conftest import ENGINE, PLENTY, SCARCE, job
 from tests.vllm.test_faults import BLOCK_BYTES
 from tests.vllm.test_same_schedule import BASE
+from tests.vllm.versions import before_tables
 
 CONVERSATIONS = 8
 
@@ -90,6 +92,42 @@ def test_what_is_found_changes_no_token(
         stats, "fallbacks", reason="load_failed"
     )
     assert failed == len(faults.get("fail_loads", ()))
+
+
+@pytest.mark.feature("prompts in host memory")
+@pytest.mark.feature("LoRA")
+def test_no_adapter_finds_the_prompts_of_another(tmp_path: Path) -> None:
+    """The same prompts under one adapter, another one and none, and under the first one again, each time after the
+    device has lost them and was written over; then under all at once, in memory for half of them. vLLM's CPU build
+    computes whoever has no adapter with that of the last slot, which stays empty here."""
+    one, other = (
+        {"adapter": [number, str(features.adapter(tmp_path / f"adapter-{number}", number))]} for number in (1, 2)
+    )
+    owners: list[list[dict[str, Any]]] = [[one], [other], [{}], [one], [one, other, {}]]
+    prompts = harness.prompts(3, (150, 260), (30, 60), seed=8)
+    asked = [[prompt | owner for owner in wave for prompt in prompts] for wave in owners]
+    numbers = iter(range(sum(map(len, asked))))
+    waves = [[next(numbers) for _ in wave] for wave in asked]
+    requests = [request for wave in asked for request in wave]
+    llm, slots = str(families.make("llama", tmp_path / "model")), {"max_loras": 3, "max_cpu_loras": 3}
+    stock = harness.run(job(llm, requests, PLENTY | features.ADAPTERS | slots, gaps=True), tmp_path / "stock")
+    engine = SCARCE | features.ADAPTERS | slots | {"enable_prefix_caching": True}
+    plugin = harness.plugin("always-swap", cache="lru")
+    work = job(llm, requests, engine, scenario="waves", plugin=plugin, waves=waves, overwrite=True)
+    result = harness.run(work, tmp_path / "cached")
+    for place in range(len(prompts)):
+        texts = {tuple(stock["tokens"][f"r{wave[place]}"]) for wave in waves[:3]}
+        assert len(texts) == 3, "what was computed under another adapter would change nothing"
+    harness.assert_exact(stock, result)
+    harness.assert_nothing_left(result)
+    stats = result["stats"]
+    loaded = [harness.total(counters, "cache_loaded_tokens") for counters in [*result["begun"], stats]]
+    block = ENGINE["block_size"]
+    found = sum((len(prompt["prompt"]) - 1) // block * block for prompt in prompts)
+    *apart, at_once = (after - before for before, after in pairwise(loaded))
+    assert apart == [0, 0, 0, found] and at_once > found
+    assert harness.total(stats, "cache_hits", outcome="loaded") > 2 * len(prompts)
+    assert harness.total(stats, "preemptions", executed="swap") > 0
 
 
 # ---- on the scheduler alone ----
@@ -177,6 +215,48 @@ def test_what_was_computed_is_found_by_the_same_prompt_only(model: str) -> None:
     other = LoRARequest("adapter-2", 2, "/nowhere")
     assert served.found(served.request([*range(300, 400)], lora_request=other)) == 0
     assert served.found(served.request([*PROMPT[:20], 5, *PROMPT[21:]], cache_salt="mine")) == 16
+
+
+@pytest.mark.feature("prompts in host memory")
+@pytest.mark.scheduler
+def test_the_same_tokens_are_there_once_for_each_adapter(model: str) -> None:
+    """And once for none. In files nothing is kept beside adapters: tests/vllm/test_check.py has the refusal."""
+    served = Served(model, enable_lora=True, max_loras=1, max_cpu_loras=2)
+    owners = [*(LoRARequest(f"adapter-{number}", number, f"/nowhere/{number}") for number in (1, 2)), None]
+
+    def asked() -> list[Any]:
+        return [served.request(PROMPT, lora_request=adapter) for adapter in owners]
+
+    for last, adapter in enumerate(owners):
+        served.serve(served.request(PROMPT, lora_request=adapter))
+        served.push_out()
+        assert [served.found(request) for request in asked()] == [96 * (place <= last) for place in range(len(owners))]
+    assert harness.total(served.controller.stats(), "cache_loaded_tokens") == 0
+    for request in asked():
+        served.serve(request)
+    assert harness.total(served.controller.stats(), "cache_loaded_tokens") == 3 * 96
+
+
+@pytest.mark.feature("prompts in host memory")
+@pytest.mark.scheduler
+def test_other_weights_under_an_adapters_name_find_what_vllm_lets_them_find(model: str) -> None:
+    """The former ones' blocks, on the device and in host memory, until the prefix cache is reset: vLLM hashes the
+    adapter's name and path. Its number is another one once it was unloaded and loaded anew, and is not hashed."""
+    served = Served(model, enable_lora=True, max_loras=1, max_cpu_loras=2)
+    loaded_anew = LoRARequest("tuned", 2, "/nowhere/1")
+    in_place = LoRARequest("tuned", 1, "/nowhere/1", load_inplace=True)
+    from_elsewhere = LoRARequest("tuned", 1, "/nowhere/2", load_inplace=True)
+
+    def asked() -> list[Any]:
+        return [served.request(PROMPT, lora_request=one) for one in (loaded_anew, in_place, from_elsewhere)]
+
+    served.serve(served.request(PROMPT, lora_request=LoRARequest("tuned", 1, "/nowhere/1")))
+    on_device = [served.scheduler.kv_cache_manager.get_computed_blocks(request)[1] for request in asked()]
+    served.push_out()
+    assert [served.found(request) for request in asked()] == on_device
+    assert on_device[:2] == [96, 96] and (before_tables() or on_device[2] == 0)
+    assert served.scheduler.reset_prefix_cache()
+    assert [served.found(request) for request in asked()] == [0, 0, 0]
 
 
 @pytest.mark.scheduler
