@@ -7,6 +7,7 @@ For any client of OpenAI's API; none is imported. With the package `openai`::
 
 from __future__ import annotations
 
+import os
 from math import isfinite, nan
 from typing import Any
 
@@ -49,6 +50,13 @@ def request_body(
     except InvalidMarks as invalid:
         raise InputError(f"what the request says of itself {invalid}") from None
     return {"kv_transfer_params": {KEY: marks}} if marks else {}
+
+
+def authorization() -> dict[str, str]:
+    """The header with the key in the environment variable OPENAI_API_KEY, as the package `openai` sends it; without
+    one no header."""
+    key = os.environ.get("OPENAI_API_KEY", "")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def counters_in(text: str, *labels: str) -> dict[str, float]:

@@ -13,9 +13,9 @@ from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.client import counters_in, request_body
+from kvpolicy.client import authorization, counters_in, request_body
 from kvpolicy.errors import InputError
-from kvpolicy.fields import POSITIVE
+from kvpolicy.fields import POSITIVE, WrongValue
 from kvpolicy.stored_values import json_of, list_at, read_json, read_text, reason_of, text_at, whole_at
 
 TIMEOUT_S = 3600.0
@@ -51,7 +51,7 @@ class Warmed:
     """Whether the server has any of the plugin's counters."""
     held_blocks: float
     """Blocks of host memory that hints hold back from eviction since then, or for longer: each counts when the request
-    comes, and again when it ends."""
+    ends, and one that was there when it came counts then, too."""
     no_room_blocks: float
     """Blocks that are not held back, as hints hold as much of host memory as they may."""
     refused: float
@@ -76,8 +76,8 @@ class Warmed:
             lines.append(f"{what}: hints hold back as many blocks as they may, see the server's --hints")
         elif self.held_blocks <= 0:
             lines.append(
-                "no further block is held back from eviction: it was pinned for longer before, or see the server's "
-                "--cache and --hints"
+                "no further block is held back from eviction: it was pinned for longer before, it is shorter than a "
+                "block, or see the server's --cache and --hints"
             )
         if self.refused:
             lines.append(f"{self.refused:g} marks were refused or cut: see the server's --hints and --classes")
@@ -92,13 +92,16 @@ def warm(
     keep_s: float | None = None,
     class_name: str | None = None,
     cache_salt: str | None = None,
+    model: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Warmed:
     """Ask for one token behind a prompt, or messages, which the server then has cached and is asked to pin.
 
     ``keep_s``: seconds for which it stays pinned; None: as long as the server grants. ``cache_salt``: only requests
-    with the same one find it; None: only those without. Raises InputError where the server cannot be reached or
-    refuses the request, and where both or neither of prompt and messages are given.
+    with the same one find it; None: only those without. ``model``: one of those that the server names, as a LoRA
+    adapter; None: the first. Where the environment has OPENAI_API_KEY, it is sent along. Raises InputError where the
+    server cannot be reached, does not serve the model or refuses the request, and where both or neither of prompt and
+    messages are given.
     """
     if (prompt is None) == (messages is None):
         raise InputError("a prompt or messages are to be stored: give one of the two")
@@ -108,7 +111,7 @@ def warm(
         POSITIVE.refuse("keep_s", keep_s)
     said = request_body(pin=True, keep_s=keep_s, class_name=class_name)
     base = url.rstrip("/").removesuffix("/v1")
-    model = _served_model(f"{base}/v1/models")
+    model = _served_model(f"{base}/v1/models", model)
     body: dict[str, Any] = {"model": model, "max_tokens": 1, "temperature": 0.0}
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
@@ -185,15 +188,17 @@ def _counters(base: str) -> tuple[dict[str, float], tuple[float, float]]:
     return counters, (held, no_room)
 
 
-def _served_model(url: str) -> str:
+def _served_model(url: str, model: str | None) -> str:
     answer = _call(url)
     try:
-        models = list_at(answer, "data")
-        if not models:
+        names = [text_at(one, "id") for one in list_at(answer, "data")]
+        if not names:
             raise InputError("serves no model")
-        return text_at(models[0], "id")
     except InputError as error:
         raise _no_server(url, error) from None
+    if model is not None and model not in names:
+        raise WrongValue("model", f"is {model!r}, should be one that the server has: {', '.join(names)}")
+    return model or names[0]
 
 
 def _prompt_tokens(url: str, body: Mapping[str, Any]) -> int:
@@ -219,7 +224,7 @@ def _call(url: str, body: Mapping[str, Any] | None = None) -> Any:
 def _read(url: str, body: Mapping[str, Any] | None = None) -> bytes:
     data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | authorization())
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             content = bytes(answer.read(MAX_ANSWER_BYTES + 1))
     except urllib.error.HTTPError as error:

@@ -327,14 +327,15 @@ class HintLimits:
     def grant(self, said: Hints) -> tuple[Hints, tuple[str, ...]]:
         """The hints with no longer time than is allowed, and the names of those that were said in vain.
 
-        A pin that names no time lasts as long as is allowed.
+        A pin that names no time lasts as long as is allowed. One that is said in vain still says what of a request with
+        ``once`` others share.
         """
         if self.keep_s:
             if said.keep_s is not None and said.keep_s > self.keep_s:
                 return replace(said, keep_s=self.keep_s), ("keep_s",)
             return said, ()
         vain = [name for name, holds in (("keep_s", said.keep_s is not None), ("pin", said.pin_tokens > 0)) if holds]
-        return (replace(said, keep_s=None, pin_tokens=0) if vain else said), tuple(vain)
+        return (replace(said, keep_s=None) if vain else said), tuple(vain)
 
 
 MAX_SHARE = 0.9

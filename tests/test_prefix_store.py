@@ -60,6 +60,18 @@ def test_whoever_has_the_salt_finds_it() -> None:
     assert [body.get("cache_salt") for body in small.bodies] == ["tenant"] * 4 + [None] * 2
 
 
+def test_a_key_is_sent_along_and_another_model_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Small()
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with serving(small) as url:
+        assert warm(url, "a text", model="small").model == "small"
+        with pytest.raises(WrongValue, match="model is 'large', should be one that the server has: small"):
+            warm(url, "a text", model="large")
+        monkeypatch.delenv("OPENAI_API_KEY")
+        warm(url, "a text")
+    assert small.keys == ["Bearer secret"] * 2 + [""] * 2
+
+
 def test_messages_end_where_they_do() -> None:
     small = Small()
     with serving(small) as url:

@@ -202,7 +202,7 @@ def test_no_more_is_pinned_than_the_prompt() -> None:
 
 def test_an_operator_may_refuse_all_that_holds_memory() -> None:
     none = HintLimits.parse("none")
-    assert none.grant(Hints(5.0, True, 7, "s")) == (Hints(once=True, session="s"), ("keep_s", "pin"))
+    assert none.grant(Hints(5.0, True, 7, "s")) == (Hints(None, True, 7, "s"), ("keep_s", "pin"))
     assert none.grant(Hints(once=True, ended=True)) == (Hints(once=True, ended=True), ())
     assert none.text == "none"
 

@@ -116,8 +116,10 @@ class Hinted(CachingPolicy):
 
         ``request``: what tells it from the others of its session. ``over``: whether it has ended, and its window has
         the answer. What it says of the end of its session holds from then on: up to then it needs the window itself.
-        One that ends when its session has gone on without it, or is over, asks for nothing but what it pins. The window
-        of one that ended before its prompt was computed is what there is of it: its session keeps no more than that.
+        When it comes, only what is there or held already is held for it: the rest may never be computed, and takes
+        nobody's room. One that ends when its session has gone on without it, or is over, asks for nothing but what it
+        pins. The window of one that ended before its prompt was computed is what there is of it: its session keeps no
+        more than that.
         """
         now_s = self._clock()
         self._holds.expire(now_s)
@@ -136,7 +138,10 @@ class Hinted(CachingPolicy):
             self._release(self._private(chain, pinned), session)
         until_s = now_s + (self.limits.keep_s if hints.keep_s is None else min(hints.keep_s, self.limits.keep_s))
         only_pins = hints.once or is_last or hints.keep_s is None
-        self._hold(chain[:pinned] if only_pins else chain, until_s, client, session, pinned)
+        kept = chain[:pinned] if only_pins else chain
+        self._want(kept)
+        if kept and until_s > now_s:
+            self._holds.add(kept, until_s, client, session, pinned, None if over else self)
 
     def _is_past(self, session: Session, request: Hashable, over: bool) -> bool:
         """Whether the request ends after another one of its session has come. Nobody knows of a session that was
@@ -151,11 +156,6 @@ class Hinted(CachingPolicy):
         self._unwanted.clear()
         self._sessions.clear()
         self._session_blocks = 0
-
-    def _hold(self, keys: Sequence[Key], until_s: float, client: Client, session: Session | None, pins: int) -> None:
-        self._want(keys)
-        if keys and until_s > self._clock():
-            self._holds.add(keys, until_s, client, session, pins)
 
     def _want(self, keys: Sequence[Key]) -> None:
         """Evict these blocks first no longer."""

@@ -23,8 +23,8 @@ class HintCounts:
     """Blocks by what became of the hints about them."""
 
     held: int = 0
-    """Held back from eviction, or held back for longer: as a rule twice of a request, when it comes and when it
-    ends."""
+    """Held back from eviction, or held back for longer: as a rule when a request ends, and what was there of its
+    prompt when it comes, too."""
     refused: int = 0
     """Not held back, since as much is held as may be, and nothing that would make room for it."""
     displaced: int = 0
@@ -140,9 +140,18 @@ class Holds:
         hold = self._of.get(key)
         return hold is not None and hold.is_pin
 
-    def add(self, keys: Sequence[Key], until_s: float, client: Client, session: Session | None, pins: int) -> None:
+    def add(
+        self,
+        keys: Sequence[Key],
+        until_s: float,
+        client: Client,
+        session: Session | None,
+        pins: int,
+        there: Container[Key] | None = None,
+    ) -> None:
         """Hold these blocks, the leading ones of a window of this session, until then, the first ``pins`` of them as
-        pins. A hold is only ever extended, and that of several lasts until the last of their times.
+        pins. A hold is only ever extended, and that of several lasts until the last of their times. ``there``: where it
+        is given, none of the others begins to be held.
 
         Where the client has no room left, its holds that end first are dropped, and where its class has none, or all
         together, those of the class; never those of the same window. What exceeds the room even so is not held.
@@ -150,6 +159,8 @@ class Holds:
         own: frozenset[Key] | None = None
         for position, key in enumerate(keys):
             hold, is_pin = self._of.get(key), position < pins
+            if hold is None and there is not None and key not in there:
+                continue
             asker = None if is_pin else session
             if hold is not None and hold.session is not None and hold.session is not asker:
                 if hold.session == asker:

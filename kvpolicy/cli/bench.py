@@ -97,6 +97,9 @@ def warm(
     cache_salt: Annotated[
         str | None, typer.Option(help="Salt of those who are to find it. Default: those without one.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="One that the server names, as a LoRA adapter. Default: the first.")
+    ] = None,
 ) -> Any:
     """Store a prefix on a server before anybody asks for it, and say what was stored and what it cost."""
     return prefix_store.warm(
@@ -106,6 +109,7 @@ def warm(
         keep_s,
         class_name,
         cache_salt,
+        model,
     )
 
 

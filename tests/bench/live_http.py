@@ -27,6 +27,8 @@ class Small:
 
     fault: dict[int, str] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    """Of these requests; empty where one had none."""
     cached: set[tuple[int, ...]] = field(default_factory=set)
     looked_up: int = 0
     found: int = 0
@@ -93,6 +95,7 @@ class Small:
         body = await request.json()
         number = len(self.bodies)
         self.bodies.append(body)
+        self.keys.append(request.headers.get("Authorization", ""))
         fault = self.fault.get(number)
         if fault == "status":
             return web.json_response({"error": {"message": "the pool\nis full"}}, status=503)

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from kvpolicy.client import counters_in
+from kvpolicy.client import authorization, counters_in
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.stored_values import is_number, json_of, list_at, text_at, whole_at
 
@@ -195,12 +195,13 @@ class Api:
 
 @asynccontextmanager
 async def connected(url: str, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Api]:
-    """A server at ``url``, by the name of the model that it serves. Raises InputError where none answers."""
+    """A server at ``url``, by the name of the model that it serves. Where the environment has OPENAI_API_KEY, requests
+    carry it. Raises InputError where none answers."""
     # As many connections as there are requests, each used once: a server closes idle ones after some seconds, and a
     # request that is sent at that moment would fail.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=30.0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=authorization()) as session:
         api = Api(url, session, clock=clock)
         api.model, _ = await api.describe()
         yield api
