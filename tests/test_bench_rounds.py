@@ -126,6 +126,9 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     assert f"vLLM alone finished {carried:.3f} messages per second" in page
     assert f"and {served:.3f} with them: a load of {served / carried:.0%}" in page
     assert f"the server with the cache finished {sent:.3f}, {sent / carried:.0%}" in page
+    whole = rounds.mean(chat, "messages_s", "vllm") / rounds.mean(RAW["chat-full"], "messages_s", "vllm")
+    first = rounds.by_round(chat, "later_messages_s", "vllm")[0] / carried
+    assert f"Over whole runs it is {whole:.0%}, and {first:.0%} after the first minute of the first round alone" in page
     assert f"load {served / carried:.0%}, p / d {prices['price_ratio']:.3f}," in shown
     compared = [RAW[name]["compared"] for name in ("chat", "chat-order", "chat-34m")]
     assert not any(one["different"] for one in compared)
