@@ -57,7 +57,9 @@ def picture(rows: Sequence[Row]) -> str:
         _text(
             24, 34, "Windows of a chat that take three times the device's memory are found in the host's", "title ink"
         ),
-        _text(24, 58, f"Share of looked-up tokens that were found, by fifth of a run; CPU engine, {_rounds(rows)}", "soft"),
+        _text(
+            24, 58, f"Share of looked-up tokens that were found, by fifth of a run; CPU engine, {_rounds(rows)}", "soft"
+        ),
     ]
     for number, share in enumerate(sorted({row["prefixed"] for row in rows})):
         parts += _panel(LEFT + number * (PANEL + GAP), share, [row for row in rows if row["prefixed"] == share])

@@ -110,16 +110,22 @@ class Hinted(CachingPolicy):
         return hints.pin_tokens // self._block_tokens
 
     def hinted(
-        self, chain: Chain, hints: Hints, client: Client = ANYBODY, request: Hashable = None, over: bool = False
+        self,
+        chain: Chain,
+        hints: Hints,
+        client: Client = ANYBODY,
+        request: Hashable = None,
+        over: bool = False,
+        there: Container[Key] | None = None,
     ) -> None:
         """A request whose window is ``chain`` came with these hints, granted to this client.
 
         ``request``: what tells it from the others of its session. ``over``: whether it has ended, and its window has
         the answer. What it says of the end of its session holds from then on: up to then it needs the window itself.
-        When it comes, only what is there or held already is held for it: the rest may never be computed, and takes
-        nobody's room. One that ends when its session has gone on without it, or is over, asks for nothing but what it
-        pins. The window of one that ended before its prompt was computed is what there is of it: its session keeps no
-        more than that.
+        One that ends when its session has gone on without it, or is over, asks for nothing but what it pins. The window
+        of one that ended before its prompt was computed is what there is of it: its session keeps no more than that.
+        ``there``: where it is given, no other block begins to be held; for a request that comes, what the tier has, as
+        the rest may never be computed and should take nobody's room.
         """
         now_s = self._clock()
         self._holds.expire(now_s)
@@ -141,7 +147,7 @@ class Hinted(CachingPolicy):
         kept = chain[:pinned] if only_pins else chain
         self._want(kept)
         if kept and until_s > now_s:
-            self._holds.add(kept, until_s, client, session, pinned, None if over else self)
+            self._holds.add(kept, until_s, client, session, pinned, there)
 
     def _is_past(self, session: Session, request: Hashable, over: bool) -> bool:
         """Whether the request ends after another one of its session has come. Nobody knows of a session that was

@@ -117,7 +117,7 @@ class HostStore:
         """A request with this window, keys of full blocks, came with hints, granted to this client, or is ``over``; see
         :meth:`kvpolicy.caching.Hinted.hinted`. Without effect where the caching policy heeds none."""
         if isinstance(self.cache, Hinted) and hints:
-            self.cache.hinted(chain, hints, client, request, over)
+            self.cache.hinted(chain, hints, client, request, over, None if over else self)
 
     def wanted(self, chain: Chain, hints: Hints) -> int:
         """Number of leading blocks of a window that are worth storing by these hints."""

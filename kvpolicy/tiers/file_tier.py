@@ -189,7 +189,8 @@ class FileTier:
         """See :meth:`kvpolicy.tiers.Tier.hinted`; without effect where the tier was opened without limits."""
         self._settle()
         if isinstance(self._policy, Hinted):
-            self._policy.hinted([digest_of_key(key) for key in chain], hints, client, request, over)
+            digests, there = [digest_of_key(key) for key in chain], None if over else self._policy
+            self._policy.hinted(digests, hints, client, request, over, there)
 
     def forget_hints(self) -> None:
         self._files.lasting = False

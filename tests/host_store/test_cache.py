@@ -146,7 +146,7 @@ def test_what_is_dropped_is_not_found_nor_saved_but_for_what_copies_need() -> No
     assert store.add(copy, [("xy", places[1])]) == []
     store.drop(["a", "x", "xy", "nothing"])
     assert store.lookup(["a"]) == 0 and store.lookup(["ab"]) == 1 and (store.used, store.cached) == (0, 1)
-    assert keys(store.lost(places)) == ["xy", "xyz"] and store.contents == 3, "x is on the device alone, and not watched"
+    assert keys(store.lost(places)) == ["xy", "xyz"] and store.contents == 3, "x is not watched"
     store.drop(["xy"])
     assert store.lookup(["xy"]) == 0 and copy.blocks[0].slot is not None and store.contents == 2
     store.release(copy)
@@ -221,7 +221,7 @@ def with_hints(slots: int) -> HostStore:
 
 def pin(store: HostStore, text: str, first_place: int) -> list[int]:
     """A request whose prompt is pinned comes, is computed at places from the first one on, and ends."""
-    store.hinted(chain(text), Hints(pin_tokens=len(text)), ANYBODY)
+    store.hinted(chain(text), Hints(pin_tokens=len(text)), ANYBODY, over=True)
     return serve(store, text, first_place)
 
 
@@ -242,6 +242,18 @@ def test_a_content_is_there_on_the_device_and_in_its_slot() -> None:
     assert "a" in store and "ab" not in store
 
 
+def test_what_a_request_that_comes_still_has_to_compute_takes_no_room_of_hints() -> None:
+    """Whether it is computed at all or not; what is there, in a slot or on the device, is held at once."""
+    store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
+    assert isinstance(store.cache, Hinted)
+    store.lost(pin(store, "abcd", 10))
+    serve(store, "xy", 20)
+    store.hinted(chain("uvwz"), Hints(keep_s=600.0), ANYBODY, "cancelled")
+    assert store.cache.held(chain("abcd")) == {*chain("abcd")} and store.cache.counts.displaced == 0
+    store.hinted(chain("xyz"), Hints(keep_s=600.0), ANYBODY, "next turn")
+    assert store.cache.held(chain("xyz")) == {*chain("xy")} and store.cache.counts.displaced == 2
+
+
 def test_what_is_left_out_and_what_is_forgotten_takes_no_share_of_hints() -> None:
     store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
     assert isinstance(store.cache, Hinted)
@@ -249,7 +261,7 @@ def test_what_is_left_out_and_what_is_forgotten_takes_no_share_of_hints() -> Non
     store.admission.worth_saving = lambda blocks: False
     assert store.cache.held_blocks == 3 and store.lost(places[2:]) == []
     assert store.cache.held(chain("abc")) == {"a", "ab"}, "the device had the third one alone, and has lost it"
-    store.hinted(chain("xy"), Hints(keep_s=60.0, session="s"), ANYBODY)
+    store.hinted(chain("xy"), Hints(keep_s=60.0, session="s"), ANYBODY, over=True)
     store.forget_keys()
     assert store.cache.held_blocks == 0, "nor what was on the device alone when all was forgotten"
 

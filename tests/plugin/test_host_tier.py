@@ -192,8 +192,7 @@ def test_what_was_asked_for_longest_ago_goes_first(rig: Host | Files) -> None:
 
 
 def test_what_a_hint_pins_stays(rig: Host | Files) -> None:
-    rig.tier.asked((b"p",))
-    rig.tier.hinted((b"p",), Hints(pin_tokens=1), ANYBODY)
+    rig.tier.hinted((b"p",), Hints(pin_tokens=1), ANYBODY, "r", over=True)
     store(rig, (b"p",), 1)
     for job, key in enumerate([b"a", b"b", b"c", b"d", b"e"], 2):
         store(rig, (key,), job)

@@ -58,7 +58,7 @@ class FileTier:
     def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
         """See :meth:`kvpolicy.caching.Hinted.hinted`; without effect where the policy heeds none."""
         if isinstance(self._policy, Hinted):
-            self._policy.hinted(chain, hints, client, request, over)
+            self._policy.hinted(chain, hints, client, request, over, None if over else self._policy)
 
     def lookup(self, keys: Sequence[Key]) -> int:
         """How many of these blocks are in files, up to the first one that is not."""
