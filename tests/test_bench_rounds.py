@@ -62,10 +62,9 @@ CHAT_ARMS = {
 }  # fmt: skip
 ONE_ROUND = CHAT_ARMS | {"always-swap and that order, without a cache": "mlfq"}
 TIER_ARMS = {
-    "vLLM": "vllm", "`--cache lru`": "lru", "`--cache cost`": "cost", "the same, files": "files",
-    "the same, `cheapest`": "priced",
+    "vLLM": "vllm", "`--cache lru`": "lru", "`--cache cost`": "cost", "`--cache cost`, files": "files",
+    "`--cache cost`, hints": "hints",
 }  # fmt: skip
-HINTED_ARMS = {"`--cache cost`": "cost", "the same, hints": "hints"}
 RATES = {"rate": (2.0, 4.0, 6.0, 8.0, 12.0), "rates-above": (16.0, 24.0, 32.0)}
 RATE_ROWS = [
     *((arm, "ms per output token end to end", "e2e_per_token_s") for arm in ("vllm", "mlfq", "orca-max")),
@@ -155,13 +154,30 @@ def parts_of(bench: str, arm: str) -> list[str]:
 
 @pytest.mark.parametrize("people", [4, 8])
 def test_the_table_by_tier_and_policy_is_that_of_the_runs(people: int) -> None:
-    page = said("docs/caching.md")
-    for bench, arms in (("tiers", TIER_ARMS), ("tiers-hints", HINTED_ARMS)):
-        for name, arm in arms.items():
-            assert row(str(people), name, *in_chats(bench, TIMES, arm, chatters=people)) in page, arm
-    compared = RAW["tiers-hints"]["compared"]
-    assert f"All {compared['tokens']:,} tokens were the same" in page and not compared["different"]
-    assert f"{rounds.mean(RAW['tiers'], 'messages', 'vllm', chatters=people):.0f} messages with a second" in page
+    page, tiers = said("docs/caching.md"), RAW["tiers"]
+    for name, arm in TIER_ARMS.items():
+        figures = in_chats("tiers", TIMES, arm, chatters=people)
+        over = [rounds.ratio(tiers, figure, arm, chatters=people).text() for figure in ("ttft_s", "messages_s")]
+        shown = row(str(people), name, *figures) + (" | |" if arm == "vllm" else f" {over[0]} | {over[1]} |")
+        assert shown in page, arm
+    assert f"{rounds.mean(tiers, 'messages', 'vllm', chatters=people):.0f} messages on average" in page
+
+
+def test_what_is_said_by_tier_and_policy_is_what_the_runs_had() -> None:
+    page, tiers = said("docs/caching.md"), RAW["tiers"]
+
+    def over(figure: str, arm: str, other: str, people: int) -> str:
+        return str(rounds.ratio(tiers, figure, arm, over=other, chatters=people).text())
+
+    assert f"time to first token {over('ttft_s', 'hints', 'cost', 8)} and the tokens found" in page
+    assert f"tokens found {over('hit_rate', 'hints', 'cost', 8)} times those of the same cache without them" in page
+    assert f"they change nothing: {over('ttft_s', 'hints', 'cost', 4)}" in page
+    assert f"is {over('ttft_s', 'cost', 'lru', 4)} times with 4 people and {over('ttft_s', 'cost', 'lru', 8)}" in page
+    assert f"either, {over('ttft_s', 'files', 'cost', 4)} and {over('ttft_s', 'files', 'cost', 8)}:" in page
+    compared, device = tiers["compared"], 184 * 32
+    assert f"All {compared['tokens']:,} tokens were those of vLLM" in page and not compared["different"]
+    in_use = [rounds.mean(tiers, "open_tokens", "vllm", chatters=people) / device for people in (4, 8)]
+    assert "take {:.1f} and {:.1f} times the device's memory".format(*in_use) in page
 
 
 def test_each_ratio_stands_at_its_rate() -> None:
