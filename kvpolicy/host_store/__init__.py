@@ -12,9 +12,18 @@ one, or to another content, by that policy.
 Pure bookkeeping, the same for the plugin and for the built-in simulator: it moves nothing and reads no clock.
 """
 
-from kvpolicy.host_store.admission import Admission
+from kvpolicy.host_store.cache_admission import CacheAdmission
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, by_owner
 from kvpolicy.host_store.copy_queues import CopyQueues, RecentRate
 from kvpolicy.host_store.slots import HostStore
 
-__all__ = ["Admission", "CacheCounts", "CopyQueues", "HostBlock", "HostCopy", "HostStore", "RecentRate", "by_owner"]
+__all__ = [
+    "CacheAdmission",
+    "CacheCounts",
+    "CopyQueues",
+    "HostBlock",
+    "HostCopy",
+    "HostStore",
+    "RecentRate",
+    "by_owner",
+]

@@ -9,7 +9,7 @@ from typing import Any
 from kvpolicy.caching.base import CachingPolicy, Chain
 from kvpolicy.caching.by_hints import Hinted
 from kvpolicy.caching.tree import Tree
-from kvpolicy.host_store.admission import Admission, Placed
+from kvpolicy.host_store.cache_admission import CacheAdmission, Placed
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, Protected, rank_of
 from kvpolicy.request_marks import Client, Hints
 
@@ -31,7 +31,7 @@ class HostStore:
         self.given_up: list[Any] = []
         self.cache = cache
         self.counts = CacheCounts()
-        self.admission = Admission()
+        self.admission = CacheAdmission()
         """What is saved for the cache, and what stays for it."""
         # Freed slots are reused last, so that stale data stays intact as long as possible.
         self._unused = deque(range(slots))

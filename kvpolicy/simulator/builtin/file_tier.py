@@ -1,7 +1,7 @@
 """Files below the cache in host memory, in virtual time: what leaves host memory is written, what is asked for is read.
 
-Host memory lets what they take pass through (:attr:`kvpolicy.host_store.Admission.worth_handing_on`). Writes wait in a
-queue of bounded length, beyond which they are left out. A request that finds something in files waits for its read
+Host memory lets what they take pass through (:attr:`kvpolicy.host_store.CacheAdmission.worth_handing_on`). Writes wait
+in a queue of bounded length, beyond which they are left out. A request that finds something in files waits for its read
 before it is admitted; what was read is loaded from a buffer then, and stays in the files.
 """
 

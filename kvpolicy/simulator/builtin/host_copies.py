@@ -106,11 +106,11 @@ class HostPool:
     # ---- what no copy needs ----
 
     def store_only_where(self, worth_saving: Callable[[int], bool], worth_keeping: Callable[[int], bool]) -> None:
-        """See :attr:`kvpolicy.host_store.Admission.worth_saving`, and the other one."""
+        """See :attr:`kvpolicy.host_store.CacheAdmission.worth_saving`, and the other one."""
         self._admission.worth_saving, self._admission.worth_keeping = worth_saving, worth_keeping
 
     def hand_on_where(self, worth_handing_on: Callable[[Hashable, int], bool]) -> None:
-        """See :attr:`kvpolicy.host_store.Admission.worth_handing_on`."""
+        """See :attr:`kvpolicy.host_store.CacheAdmission.worth_handing_on`."""
         self._admission.worth_handing_on = worth_handing_on
 
     def asked(self, live: LiveRequest) -> None:

@@ -106,7 +106,7 @@ def test_a_window_that_is_to_be_kept_stays_in_files() -> None:
     def write(chain: str) -> None:
         files.now_s += 1.0
         files.asked(chain)
-        files.hinted(chain, Hints(keep_s=60.0) if chain == "ab" else Hints(), ANYBODY)
+        files.hinted(chain, Hints(keep_s=60.0) if chain == "ab" else Hints(), ANYBODY, over=True)
         for position in range(len(chain)):
             files.write(chain, position)
 

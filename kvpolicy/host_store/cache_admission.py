@@ -14,7 +14,7 @@ Placed: TypeAlias = tuple[Node, HostBlock]
 """A block of a chain that may be cached."""
 
 
-class Admission:
+class CacheAdmission:
     """Asked of every content that the cache could take; its owner sets what it goes by. Everything is admitted, and
     nothing is handed on, before that."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.caching import Hinted, Lru
 from kvpolicy.caching.tree import Tree
-from kvpolicy.host_store import Admission, HostStore
+from kvpolicy.host_store import CacheAdmission, HostStore
 from kvpolicy.host_store.contents import HostBlock
 from kvpolicy.request_marks import HintLimits
 from tests.host_store.test_cache import chain, keys, pin, serve
@@ -12,7 +12,7 @@ from tests.host_store.test_cache import chain, keys, pin, serve
 
 def test_nothing_is_admitted_that_is_of_no_chain_or_not_worth_it() -> None:
     """Worth goes by the longest chain that a block was seen in, and not by its place there."""
-    tree, admission = Tree(), Admission()
+    tree, admission = Tree(), CacheAdmission()
     short, long = tree.nodes(chain("ab")), tree.nodes(chain("uvwx"))
     blocks = [HostBlock(node.key, place, [], node=node) for place, node in enumerate([*short, *long])]
     blocks.append(HostBlock("nobody", 9, []))
