@@ -79,7 +79,8 @@ def test_the_picture_of_hit_rates_is_that_of_the_raw_numbers() -> None:
     assert drawn.PICTURE.read_text() == drawn.picture(rows)
     page = (ROOT / "docs" / "caching.md").read_text()
     for share in sorted({row["prefixed"] for row in rows}):
-        whole = [f"{row['hit_rate']:.1%}" for row in rows if row["prefixed"] == share]
+        whole = [f"{row['hit_rate']:.1%} ({100 * min(row['rounds']):.1f} to {100 * max(row['rounds']):.1f})"
+                 for row in rows if row["prefixed"] == share]  # fmt: skip
         fifths = [", ".join(f"{one:.0%}".rstrip("%") for one in row["by_fifth"]) + "%" for row in rows
                   if row["prefixed"] == share]  # fmt: skip
         assert f"| {share:.0%} | {' | '.join([*whole, *fifths])} |" in page
