@@ -49,14 +49,16 @@ class IdleFolder:
         except OSError:
             return False
 
-    def clear(self) -> bool:
-        """Remove its block files and what was being written; False where a process has claimed it meanwhile. Raises
-        OSError where something cannot be removed, once all else is."""
+    def clear(self, ends: Callable[[], bool] = lambda: False) -> bool:
+        """Remove its block files and what was being written; False where a process has claimed it meanwhile, or where
+        it ``ends`` before all are. Raises OSError where something cannot be removed, once all else is."""
         with _shared(self.path) as locked:
             if locked is None:
                 return False
             failed: OSError | None = None
             for folder, file, _ in _files_in(locked.folder):
+                if ends():
+                    return False
                 try:
                     os.unlink(file, dir_fd=folder)
                 except FileNotFoundError:  # another process clears it, too
@@ -101,6 +103,7 @@ class IdleFolders:
         """Those that were known when it was looked for others, and what was found."""
         self._stuck: dict[IdleFolder, int] = {}
         """Those that could not be cleared, with the bytes that are left."""
+        self._ended = False
 
     @property
     def any(self) -> bool:
@@ -115,6 +118,10 @@ class IdleFolders:
     def used_bytes(self) -> int:
         """Of all of them, and of those that could not be cleared."""
         return sum(folder.used_bytes for folder in self._clears_s) + sum(self._stuck.values())
+
+    def end(self) -> None:
+        """Clear no further files, whatever is being cleared."""
+        self._ended = True
 
     def next_task(self, now_s: float) -> Task | None:
         """What makes room, to be done in the background; None where it is being done, or was done a moment ago.
@@ -169,7 +176,7 @@ class IdleFolders:
 
     def _clear(self, folder: IdleFolder, attempt: Attempt) -> None:
         cleared: list[bool] = []
-        failed = attempt(lambda: cleared.append(folder.clear()))
+        failed = attempt(lambda: cleared.append(folder.clear(lambda: self._ended)))
         self._done.append(([folder], cleared == [True], folder.left_bytes() if failed else 0))
 
     def _look_again(self, known: Collection[IdleFolder], before: Sequence[IdleFolder], attempt: Attempt) -> None:

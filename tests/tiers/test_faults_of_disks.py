@@ -204,6 +204,8 @@ def test_the_end_does_not_wait_for_a_disk_that_hangs(
     closing.start()
     closing.join(PATIENCE_S)
     assert not closing.is_alive() and "the disk hangs" in caplog.text
+    tier.close(0.01)
+    assert [thread.name for thread in threading.enumerate()].count("kvpolicy-files-close") == 1, "it ends once"
     beside = OwnedFolder.claim(tmp_path, NAMESPACE, BLOCK_BYTES)
     assert beside.path.name == "1" and tier.directory.name == "0"
     beside.close()
