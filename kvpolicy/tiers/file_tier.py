@@ -119,7 +119,8 @@ class FileTier:
         them alike.
 
         Raises InputError for a directory or an argument that will not do, and OSError where nothing can be written to
-        the directory.
+        the directory. On a disk without room it is opened all the same if its folder is there already, and folders that
+        nobody uses make room later.
         """
         layout = BlockLayout(bytes.fromhex(namespace_digest(namespace)), block_bytes)
         _check(layout, capacity_bytes, queue_blocks, threads)
@@ -133,16 +134,20 @@ class FileTier:
         with ExitStack() as undo:
             undo.callback(folder.close)
             files = BlockFiles(folder, layout)
-            files.probe()
+            has_room = files.probe()
             giving_up = guarded(giving_up, partial(_complain, giving_up.name, folder.path, failed))
             heeding = giving_up if hints is None else Hinted(giving_up, clock, block_tokens, hints)
             tier = cls(files, folder, layout, heeding)
             tier._queue_blocks, tier._clock = queue_blocks, clock
-            found = FoundBlocks(files, layout.file_bytes, tier._counts)
+            tier._faults.disk_is_full = not has_room
+            if not has_room:
+                logger.warning("kvpolicy: no room on the disk of %s: what is there is loaded", folder.path)
+            found = FoundBlocks(files, layout.file_bytes, tier._counts, tier._faults)
             found.take_up(heeding)
             look = partial(idle_folders, directory, folder.path)
             idle = IdleFolders(look(()), clock(), look)
-            tier._there, tier._occupancy = found.there, Occupancy(heeding, idle, layout.file_bytes, clock, processes)
+            tier._there = found.there
+            tier._occupancy = Occupancy(heeding, idle, layout.file_bytes, clock, processes, found.stuck)
             tier._occupancy.outdate(found.outdated)
             tier._threads = IoThreads(threads, partial(Scratch, layout))
             tier._threads.start()

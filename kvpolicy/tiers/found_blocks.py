@@ -5,12 +5,14 @@ from __future__ import annotations
 import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 from kvpolicy.caching import CachingPolicy, Part
 from kvpolicy.tiers.block_files import OUTDATED_NS, BlockFiles
 from kvpolicy.tiers.block_format import BlockName
+from kvpolicy.tiers.faults import Faults
 
 Times = Mapping[bytes, tuple[BlockName, int]]
 """By digest of the key, blocks with the time of their last use; nanoseconds."""
@@ -63,24 +65,26 @@ def uses_of(found: Times) -> list[Use]:
 
 class FoundBlocks:
     """Those of a folder that there is room for. ``file_bytes``: size of a file. ``counts``: blocks by what happened to
-    them."""
+    them. ``faults``: told of those that cannot be removed."""
 
-    def __init__(self, files: BlockFiles, file_bytes: int, counts: Counter[str]) -> None:
-        self._files, self._file_bytes, self._counts = files, file_bytes, counts
+    def __init__(self, files: BlockFiles, file_bytes: int, counts: Counter[str], faults: Faults) -> None:
+        self._files, self._file_bytes, self._counts, self._faults = files, file_bytes, counts, faults
         self.there: dict[bytes, BlockName] = {}
         """By digest of the key."""
         self.outdated: list[bytes] = []
         """Those that nobody will ask for again, since only the process that has stored them could."""
+        self.stuck = 0
+        """Room that files take which could not be removed, in files of a block."""
 
     def take_up(self, policy: CachingPolicy) -> None:
         """Those of the prompts used last before others, as far as there is room; tell the policy of them. Others, and
-        what is no whole file, are removed. Raises OSError where they cannot be."""
+        what is no whole file, are removed. Raises OSError where the folders cannot be read."""
         found = self._whole()
         uses = uses_of(found)
         kept = [key for use in uses for key in use.own]
         if len(kept) > policy.capacity:
             for key in kept[policy.capacity :]:
-                self._files.remove(found[key][0])
+                self._remove(found[key][0], self._file_bytes)
             kept = kept[: policy.capacity]
             found = {key: found[key] for key in kept}
             uses = uses_of(found)
@@ -98,8 +102,12 @@ class FoundBlocks:
                 found[name.key] = name, status.st_mtime_ns
             else:
                 self._counts["found_damaged"] += 1
-                self._files.remove(name)
+                self._remove(name, status.st_size)
         return found
+
+    def _remove(self, name: BlockName, size: int) -> None:
+        if self._faults.reason("a file was not removed", partial(self._files.remove, name)):
+            self.stuck += max(1, -(-size // self._file_bytes))
 
     def _replay(self, uses: Sequence[Use], policy: CachingPolicy) -> None:
         """Tell the policy of the prompts in the order in which they came. Where they share so much that this would take

@@ -29,6 +29,7 @@ from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.tiers.block_format import FOLDERS, BlockName
+from kvpolicy.tiers.faults import FULL
 from kvpolicy.tiers.identity import namespace_digest
 
 LOCK, MANIFEST, WRITING = "lock", "manifest.json", "writing"
@@ -89,8 +90,18 @@ class OwnedFolder:
         nobody owns.
 
         Raises InputError as :func:`open_private`, and where too many processes have folders; OSError where the
-        directory cannot be read or written.
+        directory cannot be read or written, or has no room for a folder that is not there yet.
         """
+        try:
+            return cls._claim(directory, namespace, block_bytes, number)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            what = f"{error.strerror}: no folder for blocks of this model can be made there; make room on the disk"
+            raise OSError(error.errno, what, str(directory)) from error
+
+    @classmethod
+    def _claim(cls, directory: Path, namespace: Mapping[str, Any], block_bytes: int, number: int | None) -> OwnedFolder:
         directory.parent.mkdir(parents=True, exist_ok=True)
         digest = namespace_digest(namespace)
         outer = open_private(directory)
@@ -130,7 +141,8 @@ class OwnedFolder:
             if lock is None:
                 return None
             opened.callback(unlock, lock)
-            os.utime(lock)
+            with suppress(OSError):  # on a full disk, of some file systems
+                os.utime(lock)
             opened.pop_all()
             return cls(path, folder, lock)
 

@@ -14,6 +14,7 @@ from kvpolicy.caching.base import Chain
 from kvpolicy.tiers import digest_of_key
 from kvpolicy.tiers.block_files import OUTDATED_NS, BlockFiles
 from kvpolicy.tiers.block_format import NO_PARENT, BlockLayout, BlockName
+from kvpolicy.tiers.faults import Faults
 from kvpolicy.tiers.found_blocks import REPLAYED, SAME_USE_NS, FoundBlocks
 from kvpolicy.tiers.owned_folder import OwnedFolder
 from tests.tiers.blocks import files_of, load, opened, store
@@ -113,7 +114,8 @@ class Left:
         return digest
 
     def take_up(self, policy: CachingPolicy) -> FoundBlocks:
-        found = FoundBlocks(BlockFiles(self.folder, self.layout), self.layout.file_bytes, Counter())
+        files = BlockFiles(self.folder, self.layout)
+        found = FoundBlocks(files, self.layout.file_bytes, Counter(), Faults(self.folder.path))
         found.take_up(policy)
         self.folder.close()
         return found
