@@ -374,6 +374,28 @@ def test_folders_of_processes_that_are_gone_count_and_are_given_up_first(tmp_pat
     tier.close()
 
 
+def test_no_more_folders_are_cleared_than_make_the_room_that_is_short(tmp_path: Path) -> None:
+    """Those used longest ago go, and what is left within the bound stays for who starts again."""
+    clock, gone = Clock(), dict[str, FileTier]()
+    tier = opened(tmp_path, blocks=8, clock=clock)
+    store(tier, [*CHAIN, b"d"])
+    for number, model in enumerate("xyz"):
+        gone[model] = opened(tmp_path, blocks=8, namespace={**NAMESPACE, "model": model})
+        store(gone[model], [b"1", b"2"])
+        gone[model].close()
+        os.utime(gone[model].directory / "lock", (number, number))
+    clock.now_s = LOOK_AGAIN_S
+    assert looked(tier) == 6 * FILE_BYTES
+    clock.now_s += CLAIMED_S - 1
+    assert looked(tier) == 6 * FILE_BYTES
+    clock.now_s += 1
+    assert looked(tier) == 4 * FILE_BYTES
+    ended(tier)
+    assert [len(files_of(one.directory)) for one in gone.values()] == [0, 2, 2]
+    assert tier.lookup(CHAIN) == 3 and not tier.usage().counts.get("evicted")
+    tier.close()
+
+
 def test_what_the_second_of_two_servers_left_is_cleared_first_once_one_is_alone(tmp_path: Path) -> None:
     """It has the folder of the first one, and does not find what is in the other: that makes room before its own."""
     one, two = opened(tmp_path, blocks=4), opened(tmp_path, blocks=4)
