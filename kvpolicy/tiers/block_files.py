@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from kvpolicy.tiers.base import Pieces
 from kvpolicy.tiers.block_format import PAGE, BlockLayout, BlockName, Damaged, aligned_memory, is_aligned
-from kvpolicy.tiers.owned_folder import OwnedFolder
+from kvpolicy.tiers.faults import FULL
+from kvpolicy.tiers.owned_folder import LOCK, OwnedFolder
 
 MAX_VECTORS = 1000
 """Pieces of memory in one call of the system; it has a limit of 1,024."""
@@ -59,23 +60,38 @@ class BlockFiles:
         """Whether another process may ask for what is written from now on. What it may not says so by its time."""
         self._numbers = count()
 
-    def probe(self) -> None:
-        """Find out whether this file system allows direct reads and writes. Raises OSError where nothing can be written
-        at all."""
+    def probe(self) -> bool:
+        """Find out whether this file system allows direct reads and writes; False where it has no room to try that, so
+        that it goes by whether a file can be opened for them. Raises OSError where nothing can be written for another
+        reason."""
         page = aligned_memory(PAGE)
         for flag in (getattr(os, "O_DIRECT", 0), 0):
             try:
                 with _opened(PROBE, WRITE | flag, self._folder.writing) as opened:
-                    os.writev(opened, [page.data])
+                    if os.writev(opened, [page.data]) < PAGE:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 with _opened(PROBE, READ | flag, self._folder.writing) as opened:
                     if os.readv(opened, [page.data]) == PAGE:
                         self.direct = flag
-                        return
+                        return True
             except OSError as error:
+                if error.errno in FULL:
+                    self.direct = self._direct_flag()
+                    return False
                 if error.errno != errno.EINVAL or not flag:
                     raise
             finally:
                 self._unlink_temporary(PROBE)
+        return True
+
+    def _direct_flag(self) -> int:
+        """The one by which a file that is there can be opened."""
+        flag = getattr(os, "O_DIRECT", 0)
+        try:
+            os.close(os.open(LOCK, READ | flag, dir_fd=self._folder.folder))
+        except OSError:
+            return 0
+        return flag
 
     def write(self, name: BlockName, pieces: Pieces, scratch: Scratch) -> None:
         """Write the file of a block, in the place of an earlier one. Raises OSError, and leaves nothing behind then."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,7 @@ class FileTier:
         self._queue_blocks = MAX_QUEUED_BLOCKS
         self._occupancy: Occupancy
         self._threads: IoThreads[Scratch]
+        self._closing: threading.Thread | None = None
 
     @classmethod
     def open(
@@ -118,7 +119,8 @@ class FileTier:
         them alike.
 
         Raises InputError for a directory or an argument that will not do, and OSError where nothing can be written to
-        the directory.
+        the directory. On a disk without room it is opened all the same if its folder is there already, and folders that
+        nobody uses make room later.
         """
         layout = BlockLayout(bytes.fromhex(namespace_digest(namespace)), block_bytes)
         _check(layout, capacity_bytes, queue_blocks, threads)
@@ -129,25 +131,29 @@ class FileTier:
                 "kvpolicy: other processes have files of this model in %s: this one has folder number %d, and one that "
                 "starts alone later does not find what is in it", directory, folder.number
             )  # fmt: skip
-        try:
+        with ExitStack() as undo:
+            undo.callback(folder.close)
             files = BlockFiles(folder, layout)
-            files.probe()
+            has_room = files.probe()
             giving_up = guarded(giving_up, partial(_complain, giving_up.name, folder.path, failed))
             heeding = giving_up if hints is None else Hinted(giving_up, clock, block_tokens, hints)
             tier = cls(files, folder, layout, heeding)
             tier._queue_blocks, tier._clock = queue_blocks, clock
-            found = FoundBlocks(files, layout.file_bytes, tier._counts)
+            tier._faults.disk_is_full = not has_room
+            if not has_room:
+                logger.warning("kvpolicy: no room on the disk of %s: what is there is loaded", folder.path)
+            found = FoundBlocks(files, layout.file_bytes, tier._counts, tier._faults)
             found.take_up(heeding)
             look = partial(idle_folders, directory, folder.path)
             idle = IdleFolders(look(()), clock(), look)
-            tier._there, tier._occupancy = found.there, Occupancy(heeding, idle, layout.file_bytes, clock, processes)
+            tier._there = found.there
+            tier._occupancy = Occupancy(heeding, idle, layout.file_bytes, clock, processes, found.stuck)
             tier._occupancy.outdate(found.outdated)
-        except BaseException:
-            folder.close()
-            raise
-        tier._threads = IoThreads(threads, partial(Scratch, layout))
-        tier._threads.start()
-        tier._settle()
+            tier._threads = IoThreads(threads, partial(Scratch, layout))
+            tier._threads.start()
+            undo.callback(tier._threads.close)
+            tier._settle()
+            undo.pop_all()
         return tier
 
     @property
@@ -281,14 +287,18 @@ class FileTier:
 
     def close(self, limit_s: float = MAX_HANG_S) -> None:
         """End what is being written, forget what waits, and leave the folder to the next process. On a disk that hangs
-        all of that goes on in the background after so many seconds, and the folder stays locked as long."""
-        closing = threading.Thread(target=self._end, name="kvpolicy-files-close", daemon=True)
-        closing.start()
-        closing.join(limit_s)
-        if closing.is_alive():
+        all of that goes on in the background after so many seconds, and the folder stays locked as long. A second call
+        waits for what the first one left, and does nothing else."""
+        if self._closing is None:
+            closing = threading.Thread(target=self._end, name="kvpolicy-files-close", daemon=True)
+            closing.start()
+            self._closing = closing
+        self._closing.join(limit_s)
+        if self._closing.is_alive():
             logger.warning("kvpolicy: %s: the disk hangs; it is not waited for any longer", self._folder.path)
 
     def _end(self) -> None:
+        self._occupancy.idle.end()
         self._threads.close()
         for name in self._occupancy.leaving:
             with suppress(OSError):
@@ -328,7 +338,7 @@ class FileTier:
     def _begin(self, task: Task | None, what: str) -> None:
         """``what``: what is logged where it fails."""
         if task is not None:
-            self._threads.store(lambda scratch: task(partial(self._faults.reason, what)))
+            self._threads.aside(lambda scratch: task(partial(self._faults.reason, what)))
 
     def _lose(self, digest: bytes) -> None:
         """A block is of no use any more; its file is removed."""

@@ -8,14 +8,15 @@ import fcntl
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from kvpolicy.tiers.block_format import FOLDERS
-from kvpolicy.tiers.owned_folder import LOCK, READ_FOLDER, WRITING, blocks_in, entries_in, try_flock
+from kvpolicy.tiers.owned_folder import LOCK, READ_FOLDER, WRITING, blocks_in, entries_in, try_flock, unlock
 
 CLAIMED_S = 300.0
 """No folder is cleared in the first five minutes after it was found: the other ranks and cores of a server, other
@@ -48,14 +49,16 @@ class IdleFolder:
         except OSError:
             return False
 
-    def clear(self) -> bool:
-        """Remove its block files and what was being written; False where a process has claimed it meanwhile. Raises
-        OSError where something cannot be removed, once all else is."""
+    def clear(self, ends: Callable[[], bool] = lambda: False) -> bool:
+        """Remove its block files and what was being written; False where a process has claimed it meanwhile, or where
+        it ``ends`` before all are. Raises OSError where something cannot be removed, once all else is."""
         with _shared(self.path) as locked:
             if locked is None:
                 return False
             failed: OSError | None = None
-            for folder, file, _ in _files_in(locked[0]):
+            for folder, file, _ in _files_in(locked.folder):
+                if ends():
+                    return False
                 try:
                     os.unlink(file, dir_fd=folder)
                 except FileNotFoundError:  # another process clears it, too
@@ -100,6 +103,7 @@ class IdleFolders:
         """Those that were known when it was looked for others, and what was found."""
         self._stuck: dict[IdleFolder, int] = {}
         """Those that could not be cleared, with the bytes that are left."""
+        self._ended = False
 
     @property
     def any(self) -> bool:
@@ -114,6 +118,10 @@ class IdleFolders:
     def used_bytes(self) -> int:
         """Of all of them, and of those that could not be cleared."""
         return sum(folder.used_bytes for folder in self._clears_s) + sum(self._stuck.values())
+
+    def end(self) -> None:
+        """Clear no further files, whatever is being cleared."""
+        self._ended = True
 
     def next_task(self, now_s: float) -> Task | None:
         """What makes room, to be done in the background; None where it is being done, or was done a moment ago.
@@ -168,7 +176,7 @@ class IdleFolders:
 
     def _clear(self, folder: IdleFolder, attempt: Attempt) -> None:
         cleared: list[bool] = []
-        failed = attempt(lambda: cleared.append(folder.clear()))
+        failed = attempt(lambda: cleared.append(folder.clear(lambda: self._ended)))
         self._done.append(([folder], cleared == [True], folder.left_bytes() if failed else 0))
 
     def _look_again(self, known: Collection[IdleFolder], before: Sequence[IdleFolder], attempt: Attempt) -> None:
@@ -186,7 +194,7 @@ def idle_folders(directory: Path, apart_from: Path, known: Collection[IdleFolder
     meanwhile, such as the other ranks of this server, and it is left out then.
     """
     found, of_path = [], {folder.path: folder for folder in known}
-    for path in directory.glob(f"{'[0-9a-f]' * 40}/*"):
+    for path in directory.glob(f"{'[0-9a-f]' * 40}/[0-9]*"):
         if path == apart_from:
             continue
         with suppress(OSError):
@@ -205,26 +213,44 @@ def _left_s(path: Path) -> float | None:
     """When a folder was claimed or left last, seconds since the epoch; None where a process owns it. Raises OSError
     where it is no folder of blocks."""
     with _shared(path) as locked:
-        return None if locked is None else os.fstat(locked[1]).st_mtime
+        return None if locked is None else locked.left_s
+
+
+class Shared(NamedTuple):
+    """A folder that no process owns, or can claim as long as it is shared."""
+
+    folder: int
+    """Its descriptor."""
+    left_s: float
+    """When it was claimed or left last."""
 
 
 @contextmanager
-def _shared(path: Path) -> Iterator[tuple[int, int] | None]:
-    """Descriptors of a folder and of its lock, which is shared; None where a process owns it. Raises OSError where it
-    is no folder of blocks."""
-    folder = os.open(path, READ_FOLDER)
+def _shared(path: Path) -> Iterator[Shared | None]:
+    """A folder whose locks are shared; None where a process owns it. Raises OSError where it is no folder of blocks.
+    One without its lock file, as where that was removed, is locked as well by those who own it."""
+    with ExitStack() as opened:
+        folder = _open(path)
+        opened.callback(unlock, folder)
+        lock, is_free = folder, try_flock(folder, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):
+            lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            opened.callback(unlock, lock)
+            is_free = is_free and try_flock(lock, fcntl.LOCK_SH)
+        yield Shared(folder, os.fstat(lock).st_mtime) if is_free else None
+
+
+def _open(path: Path) -> int:
+    """Descriptor of a folder of blocks. Neither it nor the one that it is in may be a link."""
+    outer = os.open(path.parent, READ_FOLDER)
     try:
-        lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            yield (folder, lock) if try_flock(lock, fcntl.LOCK_SH) else None
-        finally:
-            os.close(lock)
+        return os.open(path.name, READ_FOLDER, dir_fd=outer)
     finally:
-        os.close(folder)
+        os.close(outer)
 
 
 def _used_bytes(path: Path) -> int:
-    folder = os.open(path, READ_FOLDER)
+    folder = _open(path)
     try:
         return sum(found.st_size for _, _, found in _files_in(folder))
     finally:

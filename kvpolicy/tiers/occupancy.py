@@ -18,7 +18,8 @@ would take its place."""
 class Occupancy:
     """Of one tier. Blocks that are there or are being written take room, and the ``policy`` knows these; and so do
     files that are being removed or cannot be, and folders that no process owns, of whose bytes this tier counts its
-    share where several ``processes`` have each a part of one bound. ``clock``: seconds."""
+    share where several ``processes`` have each a part of one bound. ``clock``: seconds. ``stuck``: files that could not
+    be removed when the tier was opened."""
 
     def __init__(
         self,
@@ -27,6 +28,7 @@ class Occupancy:
         file_bytes: int,
         clock: Callable[[], float],
         processes: int = 1,
+        stuck: int = 0,
     ) -> None:
         self._policy, self._file_bytes, self._clock = policy, file_bytes, clock
         self._processes = processes
@@ -40,7 +42,7 @@ class Occupancy:
         gone, so the two take room once."""
         self._outdated: deque[bytes] = deque()
         """Blocks that nobody will ask for again, among others that are not there any more."""
-        self._stuck = 0
+        self._stuck = stuck
         """Files that could not be removed. They take room until the tier is opened anew."""
         self._evicts_s = -inf
         """When blocks may be given up again."""

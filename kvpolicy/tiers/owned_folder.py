@@ -6,8 +6,10 @@ The first process with a namespace locks number 0. A second one at the same time
 only one process writes to a folder or gives up its files, and each keeps to its own bound. The lock goes with the
 process, however it ends. The next one finds the blocks, and removes from ``writing`` what was being written.
 
-Who owns a folder locks it exclusively. Who counts or clears one that nobody owns shares its lock: so a process that
-claims it meanwhile can tell, and waits instead of taking another number, under which its blocks are not.
+Who owns a folder locks it exclusively: the folder itself, which outlasts a `lock` that is removed from it, and then
+that file, by which earlier versions and file systems without locks of folders go. Who counts or clears one that nobody
+owns shares both: so a process that claims it meanwhile can tell, and waits instead of taking another number, under
+which its blocks are not.
 
 Files are opened relative to open folders and never through links, so nobody can put another folder in their place.
 """
@@ -19,13 +21,15 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.tiers.block_format import FOLDERS, BlockName
+from kvpolicy.tiers.faults import FULL
 from kvpolicy.tiers.identity import namespace_digest
 
 LOCK, MANIFEST, WRITING = "lock", "manifest.json", "writing"
@@ -86,8 +90,18 @@ class OwnedFolder:
         nobody owns.
 
         Raises InputError as :func:`open_private`, and where too many processes have folders; OSError where the
-        directory cannot be read or written.
+        directory cannot be read or written, or has no room for a folder that is not there yet.
         """
+        try:
+            return cls._claim(directory, namespace, block_bytes, number)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            what = f"{error.strerror}: no folder for blocks of this model can be made there; make room on the disk"
+            raise OSError(error.errno, what, str(directory)) from error
+
+    @classmethod
+    def _claim(cls, directory: Path, namespace: Mapping[str, Any], block_bytes: int, number: int | None) -> OwnedFolder:
         directory.parent.mkdir(parents=True, exist_ok=True)
         digest = namespace_digest(namespace)
         outer = open_private(directory)
@@ -118,13 +132,17 @@ class OwnedFolder:
     def _try_claim(cls, path: Path, inside: int) -> OwnedFolder | None:
         """The folder, locked; None where another process owns it, or clears it for too long."""
         with ExitStack() as opened:
-            folder = open_private(path.name, inside)
-            opened.callback(os.close, folder)
-            lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-            opened.callback(os.close, lock)
-            if not _takes_over(lock):
+            folder = _locked(partial(open_private, path.name, inside), path.name, inside)
+            if folder is None:
                 return None
-            os.utime(lock)
+            opened.callback(unlock, folder)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock = _locked(partial(os.open, LOCK, flags, 0o600, dir_fd=folder), LOCK, folder)
+            if lock is None:
+                return None
+            opened.callback(unlock, lock)
+            with suppress(OSError):  # on a full disk, of some file systems
+                os.utime(lock)
             opened.pop_all()
             return cls(path, folder, lock)
 
@@ -171,13 +189,38 @@ class OwnedFolder:
             os.unlink(name.file, dir_fd=self.by_digit[name.folder])
 
     def close(self) -> None:
-        """Remove what is left of unfinished files, and unlock the folder."""
+        """Remove what is left of unfinished files, and unlock the folder. Without effect when it is closed already: the
+        numbers of its descriptors may be those of other files by then."""
+        if self.folder == NOT_OPEN:
+            return
         with suppress(OSError):
             os.utime(self._lock)
             self._remove_unfinished()
-        for descriptor in (*self.by_digit.values(), self.writing, self.folder, self._lock):
+        inner, outer = (*self.by_digit.values(), self.writing), self.folder
+        lock, self._lock = self._lock, NOT_OPEN
+        self.folder = self.writing = NOT_OPEN
+        self.by_digit = dict.fromkeys(self.by_digit, NOT_OPEN)
+        for descriptor in inner:
             if descriptor != NOT_OPEN:
                 os.close(descriptor)
+        for locked in (lock, outer):
+            unlock(locked)
+
+
+def _locked(open_it: Callable[[], int], name: str, inside: int) -> int | None:
+    """What is opened, locked exclusively; None where another process owns it. It is opened again where something else
+    has that name ``inside`` by then, or nothing: that would be nobody's lock."""
+    for _ in range(MAX_NAPS):
+        opened = open_it()
+        with ExitStack() as undo:
+            undo.callback(unlock, opened)
+            if not _takes_over(opened):
+                return None
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(opened), os.stat(name, dir_fd=inside, follow_symlinks=False)):
+                    undo.pop_all()
+                    return opened
+    return None
 
 
 def _takes_over(lock: int) -> bool:
@@ -192,11 +235,24 @@ def _takes_over(lock: int) -> bool:
     return False
 
 
+def unlock(lock: int) -> None:
+    """Unlock and close it. Closing alone unlocks nothing where a process that was forked meanwhile has the descriptor,
+    too."""
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
 def try_flock(lock: int, how: int) -> bool:
+    """Lock a file or a folder; False where another process has. Of a folder that cannot be locked, as on file systems
+    of other machines, its lock file alone says who owns it."""
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        if not stat.S_ISDIR(os.fstat(lock).st_mode):
+            raise
     return True
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from kvpolicy.tiers import FileTier, Finished
@@ -33,9 +34,20 @@ def opened(directory: Path, blocks: int = 8, namespace: Mapping[str, Any] = NAME
 
 
 def ended(tier: FileTier) -> list[Finished[int]]:
-    """Everything that was begun, after its end."""
+    """Everything that was begun, after its end, and after that of what is done with folders that no process uses."""
     tier.wait_idle()
-    return tier.finished()
+    finished, idle = tier.finished(), tier._occupancy.idle
+    while idle._busy or idle._looking:
+        await_aside(tier)
+        finished += tier.finished()
+    return finished
+
+
+def await_aside(tier: FileTier) -> None:
+    """Until what is done with such folders has ended."""
+    threads = tier._threads
+    with threads._changed:
+        threads._changed.wait_for(lambda: not (threads._aside or threads._running[True]))
 
 
 def store(tier: FileTier, chain: Sequence[bytes], number: int = 1) -> Mapping[bytes, str]:
@@ -71,6 +83,18 @@ def when_closing(threads: IoThreads[Any], action: Callable[[], object]) -> threa
     waiting = threading.Thread(target=await_end)
     waiting.start()
     return waiting
+
+
+def no_thread_starts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No thread of this name, as where the system has too many."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
 
 
 def await_closing() -> None:

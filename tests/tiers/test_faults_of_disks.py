@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpolicy.tiers import block_files
+from kvpolicy.tiers import block_files, digest_of_key, owned_folder
+from kvpolicy.tiers.idle_folders import CLAIMED_S
 from kvpolicy.tiers.owned_folder import OwnedFolder
 from tests.tiers.blocks import (
     BLOCK_BYTES,
@@ -24,12 +26,14 @@ from tests.tiers.blocks import (
     await_closing,
     bytes_of,
     content,
+    descriptors,
+    ended,
     files_of,
     load,
     opened,
     store,
 )
-from tests.tiers.test_file_tier import Gate
+from tests.tiers.test_file_tier import Clock, Gate
 
 CHAIN = [b"%d" % number for number in range(6)]
 PATIENCE_S = 600.0
@@ -126,6 +130,113 @@ def test_a_file_system_that_takes_no_more(tmp_path: Path) -> None:
     assert done.stderr.count("a block was not stored") == 2
 
 
+def no_room(call: str, number: int) -> Callable[..., int]:
+    """A function of the system on a disk that is full: files can be read and removed, and none can be written."""
+    real = getattr(os, call)
+
+    def fail(*arguments: Any, **options: Any) -> int:
+        if call == "open" and not arguments[1] & os.O_EXCL:
+            return int(real(*arguments, **options))
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("call", ["writev", "open"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_start_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, number: int
+) -> None:
+    """What is there is loaded. Folders that nobody uses make room once others had their five minutes."""
+    clock, first, gone = Clock(), opened(tmp_path), opened(tmp_path, namespace={**NAMESPACE, "model": "b"})
+    store(first, CHAIN)
+    store(gone, CHAIN)
+    first.close()
+    gone.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.os, call, no_room(call, number))
+        tier = opened(tmp_path, blocks=100, clock=clock)
+        assert tier.directory == first.directory and tier.direct == first.direct and "no room" in caplog.text
+        assert tier.lookup(CHAIN) == 6 and load(tier, CHAIN) == {}
+        assert store(tier, [b"new"]) == {b"new": "io_error"}
+        assert len(files_of(gone.directory)) == 6, "somebody may be about to claim it"
+        clock.now_s = CLAIMED_S
+        ended(tier)
+        assert files_of(gone.directory) == [] and tier.lookup(CHAIN) == 6
+    assert store(tier, [b"new"], 2) == {} and load(tier, [b"new"]) == {}
+    tier.close()
+
+
+def test_a_start_on_a_full_disk_without_direct_reads_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(tmp_path).close()
+    real = os.open
+
+    def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(block_files.os, "writev", no_room("writev", errno.ENOSPC))
+    monkeypatch.setattr(block_files.os, "open", refuse)
+    tier = opened(tmp_path)
+    assert not tier.direct
+    tier.close()
+
+
+def test_a_full_disk_has_no_room_for_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(owned_folder.os, "mkdir", no_room("mkdir", errno.ENOSPC))
+        message = f"No space left on device: no folder for blocks of this model can be made .*{tmp_path}"
+        with pytest.raises(OSError, match=message):
+            opened(tmp_path)
+    assert descriptors() == before
+    tier = opened(tmp_path)
+    assert tier.number == 0
+    tier.close()
+
+
+def test_a_probe_that_is_written_in_part_found_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.writev
+    monkeypatch.setattr(block_files.os, "writev", lambda opened, parts: real(opened, [parts[0][:512]]))
+    tier = opened(tmp_path)
+    assert tier._faults.disk_is_full
+    tier.close()
+
+
+@pytest.mark.parametrize(("size", "files"), [(0, 1), (FILE_BYTES - 1, 1), (FILE_BYTES + 1, 2)])
+def test_what_is_no_whole_file_and_cannot_be_removed_takes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, files: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server starts all the same, and finds the others."""
+    first = opened(tmp_path)
+    store(first, CHAIN)
+    first.close()
+    victim = next(path for path in files_of(tmp_path) if path.name.startswith(digest_of_key(CHAIN[3]).hex()))
+    os.truncate(victim, size)
+    real = os.unlink
+
+    def refuse(file: str, **where: int) -> None:
+        if file == victim.name:
+            raise PermissionError(1, "immutable")
+        real(file, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.os, "unlink", refuse)
+        tier = opened(tmp_path)
+        assert tier.lookup(CHAIN) == 3 and load(tier, [*CHAIN[:3], *CHAIN[4:]]) == {}
+        usage = tier.usage()
+        assert usage.counts["found"] == 5 and usage.counts["found_damaged"] == 1
+        assert usage.used_bytes == (5 + files) * FILE_BYTES and "a file was not removed" in caplog.text
+        room = 8 - 5 - files
+        new = [b"new %d" % place for place in range(3)]
+        taken = tier.store(3, new, {place: [content(key)] for place, key in enumerate(new)})
+        assert len(taken) == 3 and len(ended(tier)) == 1 and tier.usage().counts["evicted"] == 3 - room
+    tier.close()
+
+
 @pytest.mark.parametrize("call", ["writev", "rename"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_stores_that_fail_and_a_disk_that_recovers(
@@ -204,6 +315,8 @@ def test_the_end_does_not_wait_for_a_disk_that_hangs(
     closing.start()
     closing.join(PATIENCE_S)
     assert not closing.is_alive() and "the disk hangs" in caplog.text
+    tier.close(0.01)
+    assert [thread.name for thread in threading.enumerate()].count("kvpolicy-files-close") == 1, "it ends once"
     beside = OwnedFolder.claim(tmp_path, NAMESPACE, BLOCK_BYTES)
     assert beside.path.name == "1" and tier.directory.name == "0"
     beside.close()

@@ -21,12 +21,14 @@ from tests.tiers.blocks import (
     BLOCK_BYTES,
     FILE_BYTES,
     NAMESPACE,
+    await_aside,
     bytes_of,
     content,
     descriptors,
     ended,
     files_of,
     load,
+    no_thread_starts,
     opened,
     store,
     when_closing,
@@ -372,6 +374,28 @@ def test_folders_of_processes_that_are_gone_count_and_are_given_up_first(tmp_pat
     tier.close()
 
 
+def test_no_more_folders_are_cleared_than_make_the_room_that_is_short(tmp_path: Path) -> None:
+    """Those used longest ago go, and what is left within the bound stays for who starts again."""
+    clock, gone = Clock(), dict[str, FileTier]()
+    tier = opened(tmp_path, blocks=8, clock=clock)
+    store(tier, [*CHAIN, b"d"])
+    for number, model in enumerate("xyz"):
+        gone[model] = opened(tmp_path, blocks=8, namespace={**NAMESPACE, "model": model})
+        store(gone[model], [b"1", b"2"])
+        gone[model].close()
+        os.utime(gone[model].directory / "lock", (number, number))
+    clock.now_s = LOOK_AGAIN_S
+    assert looked(tier) == 6 * FILE_BYTES
+    clock.now_s += CLAIMED_S - 1
+    assert looked(tier) == 6 * FILE_BYTES
+    clock.now_s += 1
+    assert looked(tier) == 4 * FILE_BYTES
+    ended(tier)
+    assert [len(files_of(one.directory)) for one in gone.values()] == [0, 2, 2]
+    assert tier.lookup(CHAIN) == 3 and not tier.usage().counts.get("evicted")
+    tier.close()
+
+
 def test_what_the_second_of_two_servers_left_is_cleared_first_once_one_is_alone(tmp_path: Path) -> None:
     """It has the folder of the first one, and does not find what is in the other: that makes room before its own."""
     one, two = opened(tmp_path, blocks=4), opened(tmp_path, blocks=4)
@@ -470,7 +494,7 @@ def test_a_folder_that_another_server_leaves_comes_to_count_and_makes_room(tmp_p
     assert store(tier, [b"5"], 2) == {} and bytes_of(tmp_path) == 8 * FILE_BYTES, "in the place of one of its own"
     clock.now_s += 1
     tier.finished()
-    tier.wait_idle()
+    await_aside(tier)
     assert files_of(before.directory) == [] and bytes_of(tmp_path) == 4 * FILE_BYTES
     assert store(tier, [b"6"], 3) == {} and tier.usage().counts["cleared_folders"] == 1
     assert tier.usage().blocks == 4 and bytes_of(tmp_path) == 4 * FILE_BYTES
@@ -481,7 +505,7 @@ def looked(tier: FileTier) -> int:
     """Bytes in folders that no process owns, after it was looked for them if that is due."""
     for _ in range(2):
         tier.finished()
-        tier.wait_idle()
+        await_aside(tier)
     return tier._occupancy.idle.used_bytes
 
 
@@ -569,6 +593,57 @@ def test_the_end_leaves_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(files_of(tmp_path)) == 1 and not list(tmp_path.rglob("writing/*"))
     again = opened(tmp_path)
     assert again.lookup(CHAIN) == 1
+    again.close()
+
+
+def test_a_second_close_does_nothing(tmp_path: Path) -> None:
+    """What has the numbers of its descriptors by then stays open."""
+    before, tier = descriptors(), opened(tmp_path)
+    number = descriptors() - before
+    tier.close()
+    others = [os.open(tmp_path, os.O_RDONLY) for _ in range(number)]
+    second = opened(tmp_path)
+    tier.close()
+    assert [os.fstat(other).st_ino for other in others] == [tmp_path.stat().st_ino] * number
+    assert store(second, CHAIN) == {} and load(second, CHAIN) == {}
+    second.close()
+    for other in others:
+        os.close(other)
+
+
+def test_where_a_thread_cannot_be_started_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, threads = descriptors(), threading.active_count()
+    with monkeypatch.context() as patch:
+        no_thread_starts(patch, "kvpolicy-files-1")
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            opened(tmp_path)
+    assert descriptors() == before and threading.active_count() == threads
+    tier = opened(tmp_path)
+    assert tier.number == 0
+    tier.close()
+
+
+def test_nobody_waits_until_a_folder_is_cleared_and_the_end_ends_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes minutes where it has many files."""
+    clock, gone = Clock(), opened(tmp_path, namespace={**NAMESPACE, "model": "b"})
+    store(gone, CHAIN)
+    gone.close()
+    tier = opened(tmp_path, blocks=3, clock=clock, threads=2)
+    clock.now_s = CLAIMED_S
+    gate = Gate(monkeypatch, "unlink")
+    assert tier.store(1, [b"d"], {0: [content(b"d")]}) == []
+    gate.began.wait()
+    assert tier.wait_idle(30), "it was waited for"
+    tier.load(2, [(b"d", [aligned_memory(BLOCK_BYTES)])])
+    assert tier.wait_idle(30) and [one.failed for one in tier.finished()] == [{b"d": "missing"}]
+    opening = when_closing(tier._threads, gate.open)
+    tier.close()
+    opening.join()
+    assert len(files_of(gone.directory)) == 2, "the one that was being removed is gone"
+    again = opened(tmp_path, namespace={**NAMESPACE, "model": "b"})
+    assert again.directory == gone.directory and len(again.digests()) == 2
     again.close()
 
 

@@ -12,8 +12,8 @@ import pytest
 from kvpolicy.tiers import idle_folders as module
 from kvpolicy.tiers.block_format import FOLDERS, NO_PARENT, BlockName
 from kvpolicy.tiers.idle_folders import ASK_AGAIN_S, CLAIMED_S, LOOK_AGAIN_S, IdleFolders, idle_folders
-from kvpolicy.tiers.owned_folder import WRITING, OwnedFolder
-from tests.tiers.test_owned_folder import NAME, claim, put
+from kvpolicy.tiers.owned_folder import LOCK, WRITING, OwnedFolder
+from tests.tiers.test_owned_folder import NAME, claim, lose, put
 
 
 def test_unused_folders_are_found_with_their_bytes_the_one_used_longest_ago_first(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_what_was_being_written_counts_and_is_cleared_too(tmp_path: Path) -> Non
     put(gone, size=10)
     half = gone.path / WRITING / "7"
     half.write_bytes(bytes(5))
-    os.close(gone._lock)  # as when the process was killed
+    lose(gone)
     (idle,) = idle_folders(tmp_path, used.path)
     assert idle.used_bytes == 15
     assert idle.clear() and not half.exists() and idle.left_bytes() == 0
@@ -96,6 +96,64 @@ def test_what_cannot_be_removed_is_an_error_once_all_else_is_removed(
             idle.clear()
     assert idle.left_bytes() == 10 and not idle.is_owned()
     used.close()
+
+
+def test_a_folder_whose_lock_file_was_removed_counts_and_is_cleared(tmp_path: Path) -> None:
+    used, gone = claim(tmp_path), claim(tmp_path, model="b")
+    block = put(gone)
+    gone.close()
+    (gone.path / LOCK).unlink()
+    (idle,) = idle_folders(tmp_path, used.path)
+    assert idle.used_bytes == 10 and not idle.is_owned() and idle.used_s == gone.path.stat().st_mtime
+    owner = claim(tmp_path, model="b")
+    assert idle.is_owned() and not idle.clear() and block.exists()
+    owner.close()
+    assert idle.clear() and not block.exists()
+    used.close()
+
+
+def test_links_are_neither_counted_nor_cleared(tmp_path: Path) -> None:
+    """Whichever part of the path is one, from the beginning or by the time when it is cleared."""
+    used, gone, elsewhere = claim(tmp_path / "kv"), claim(tmp_path / "kv", model="b"), claim(tmp_path / "elsewhere")
+    block = put(elsewhere)
+    put(gone)
+    for folder in (gone, elsewhere):
+        folder.close()
+    (tmp_path / "kv" / ("a" * 40)).symlink_to(elsewhere.path.parent)
+    (tmp_path / "kv" / ("b" * 40)).mkdir()
+    (tmp_path / "kv" / ("b" * 40) / "0").symlink_to(elsewhere.path)
+    (idle,) = idle_folders(tmp_path / "kv", used.path)
+    assert idle.path == gone.path
+    gone.path.parent.rename(tmp_path / "moved")
+    gone.path.parent.symlink_to(elsewhere.path.parent)
+    with pytest.raises(OSError):  # noqa: PT011  # another one on other systems
+        idle.clear()
+    assert block.exists()
+    used.close()
+
+
+def test_who_counts_a_folder_leaves_no_lock_to_a_process_that_was_forked_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who claims it waits, and takes another one."""
+    used, gone = claim(tmp_path), claim(tmp_path, model="b")
+    put(gone)
+    gone.close()
+    forked, real = list[int](), module.try_flock
+
+    def forks(lock: int, how: int) -> bool:
+        forked.append(os.dup(lock))
+        return real(lock, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "try_flock", forks)
+        assert len(idle_folders(tmp_path, used.path)) == 1 and forked
+    again = claim(tmp_path, model="b")
+    assert again.path == gone.path
+    for folder in (used, again):
+        folder.close()
+    for descriptor in forked:
+        os.close(descriptor)
 
 
 def test_what_is_no_folder_of_blocks_is_left_alone(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from kvpolicy.tiers.io_threads import IoThreads
-from tests.tiers.blocks import when_closing
+from tests.tiers.blocks import no_thread_starts, when_closing
 
 
 def test_no_load_waits_for_a_store_and_stores_keep_their_order() -> None:
@@ -74,3 +76,28 @@ def test_who_waits_until_nothing_is_under_way_may_stop_waiting() -> None:
     go_on.set()
     assert threads.wait_idle()
     threads.close()
+
+
+def test_nobody_waits_for_what_is_done_aside_until_the_end() -> None:
+    done: list[str] = []
+    go_on, began, threads = threading.Event(), threading.Event(), IoThreads[None](2, lambda: None)
+    threads.start()
+    threads.aside(lambda _: (began.set(), go_on.wait(), done.append("aside")))
+    threads.aside(lambda _: done.append("waits behind it"))
+    began.wait()
+    threads.store(lambda _: done.append("store"))
+    threads.load(lambda _: done.append("load"))
+    assert threads.wait_idle(30) and sorted(done) == ["load", "store"]
+    going_on = when_closing(threads, go_on.set)
+    threads.close()
+    going_on.join()
+    assert done[2:] == ["aside"]
+
+
+@pytest.mark.parametrize("failing", ["0", "1", "aside"])
+def test_where_a_thread_cannot_be_started_none_is_left(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    no_thread_starts(monkeypatch, f"kvpolicy-files-{failing}")
+    before, threads = threading.active_count(), IoThreads[None](2, lambda: None)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        threads.start()
+    assert threading.active_count() == before

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.tiers import owned_folder
 from kvpolicy.tiers.block_format import NO_PARENT, BlockName, digest_of_key
 from kvpolicy.tiers.idle_folders import idle_folders
-from kvpolicy.tiers.owned_folder import MANIFEST, MAX_NAPS, WRITING, OwnedFolder, open_private, refuse_unsafe
+from kvpolicy.tiers.owned_folder import LOCK, MANIFEST, MAX_NAPS, WRITING, OwnedFolder, open_private, refuse_unsafe
 from tests.tiers.blocks import NAMESPACE, descriptors
 
 NAME = BlockName(digest_of_key(b"a"), NO_PARENT)
@@ -29,6 +31,12 @@ def put(folder: OwnedFolder, name: BlockName = NAME, size: int = 10) -> Path:
     path = folder.path / name.folder / name.file
     path.write_bytes(bytes(size))
     return path
+
+
+def lose(folder: OwnedFolder) -> None:
+    """As when its process is killed."""
+    for locked in (folder._lock, folder.folder):
+        os.close(locked)
 
 
 def test_folders_and_their_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
@@ -154,7 +162,7 @@ def test_what_a_process_that_is_gone_was_writing_is_removed_and_that_of_a_living
     left = [folder.path / WRITING / "7" for folder in (gone, living)]
     for path in left:
         path.write_text("half")
-    os.close(gone._lock)  # as when the process was killed
+    lose(gone)
     again = claim(tmp_path)
     assert again.path == gone.path and not left[0].exists() and left[1].exists()
     living.close()
@@ -198,6 +206,101 @@ def test_blocks_without_a_manifest_that_vouches_for_them_are_removed(tmp_path: P
     claim(tmp_path).close()
     assert not path.exists() and foreign.exists()
     assert json.loads(manifest.read_text()) == right and not manifest.is_symlink()
+
+
+def test_a_lock_file_that_is_removed_while_a_process_has_the_folder_gives_it_to_nobody(tmp_path: Path) -> None:
+    """As by what cleans up old files."""
+    first = claim(tmp_path)
+    block = put(first)
+    (first.path / MANIFEST).unlink()
+    (first.path / LOCK).unlink()
+    second = claim(tmp_path)
+    assert second.number == 1 and block.exists() and idle_folders(tmp_path, second.path) == []
+    first.close()
+    (idle,) = idle_folders(tmp_path, second.path)
+    assert idle.path == first.path
+    third = claim(tmp_path)
+    assert third.path == first.path and (third.path / LOCK).exists()
+    for folder in (second, third):
+        folder.close()
+
+
+def test_an_earlier_version_that_locks_the_file_alone_owns_its_folder(tmp_path: Path) -> None:
+    claim(tmp_path).close()
+    lock = os.open(next(tmp_path.glob("*/0")) / LOCK, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    second = claim(tmp_path)
+    assert second.number == 1 and idle_folders(tmp_path, second.path) == []
+    second.close()
+    os.close(lock)
+
+
+def test_where_folders_cannot_be_locked_the_file_alone_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.flock
+
+    def refuse(descriptor: int, how: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "no locks of folders here")
+        real(descriptor, how)
+
+    monkeypatch.setattr(owned_folder.fcntl, "flock", refuse)
+    first, second = claim(tmp_path), claim(tmp_path)
+    put(first)
+    assert [first.number, second.number] == [0, 1] and idle_folders(tmp_path, second.path) == []
+    first.close()
+    assert [folder.path for folder in idle_folders(tmp_path, second.path)] == [first.path]
+    third = claim(tmp_path)
+    assert third.number == 0
+    for folder in (second, third):
+        folder.close()
+
+
+@pytest.mark.parametrize("name", [LOCK, ""], ids=["lock", "folder"])
+def test_what_is_replaced_while_it_is_locked_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A lock on what has no name any more would keep nobody out."""
+    claim(tmp_path).close()
+    path, moves, before = next(tmp_path.glob("*/0")), [True], descriptors()
+    real = owned_folder._takes_over
+
+    def moved_meanwhile(lock: int) -> bool:
+        if moves and os.path.samestat(os.fstat(lock), (path / name).stat()):
+            moves.clear()
+            (path / name).rename(tmp_path / "moved")
+        return real(lock)
+
+    monkeypatch.setattr(owned_folder, "_takes_over", moved_meanwhile)
+    first, second = claim(tmp_path), claim(tmp_path)
+    assert not moves and [first.number, second.number] == [0, 1]
+    assert os.path.samestat(os.fstat(first._lock), (path / LOCK).stat())
+    for folder in (first, second):
+        folder.close()
+    assert descriptors() == before
+
+
+def test_a_process_that_was_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None:
+    """It has the same open files as long as it starts no other program."""
+    first = claim(tmp_path)
+    forked = [os.dup(locked) for locked in (first._lock, first.folder)]
+    first.close()
+    second = claim(tmp_path)
+    assert second.path == first.path
+    second.close()
+    for descriptor in forked:
+        os.close(descriptor)
+
+
+def test_a_second_close_does_nothing(tmp_path: Path) -> None:
+    folder = claim(tmp_path)
+    numbers = [folder._lock, folder.folder, folder.writing, *folder.by_digit.values()]
+    folder.close()
+    others = [os.open(tmp_path, os.O_RDONLY) for _ in numbers]
+    assert {*numbers} & {*others}
+    folder.close()
+    assert all(stat.S_ISDIR(os.fstat(other).st_mode) for other in others)
+    for other in others:
+        os.close(other)
 
 
 def shared(path: Path) -> int:
