@@ -38,7 +38,7 @@ NO_RUN = {"plan.json", "model.json"}
 """What is in the folder of a bench that has run nothing."""
 SWITCHED = "switched.json"
 """In the folder of a bench while an arm's content is in a control file: see :mod:`kvpolicy_vllm.bench.control_arm`."""
-FORMAT = 2
+FORMAT = 3
 """Of bench.json."""
 SAMPLE_TEXT = (
     "The quick brown fox jumps over the lazy dog while seven wizards quietly mix five dozen jugs of black ink, and "
