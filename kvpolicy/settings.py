@@ -273,6 +273,12 @@ class ChatLoad:
 
     def __post_init__(self) -> None:
         validate(self)
+        if (most := max(self.chatters)) > self.conversations:
+            raise WrongValue(
+                "chatters",
+                f"is {most}, more than the {self.conversations} conversations of a run, so that some would have none: "
+                "give more --conversations, or fewer people",
+            )
 
 
 @dataclass(frozen=True, slots=True)

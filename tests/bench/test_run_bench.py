@@ -191,6 +191,20 @@ def test_what_is_wrong_is_said_before_a_server_is_asked(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_more_people_than_conversations_are_refused_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(WrongValue, match="chatters is 7, more than the 6 conversations of a run") as refused:
+        replace(CHAT, chatters=(2, 7))
+    assert refused.value.field == "chatters"
+    assert replace(CHAT, chatters=(2, 6)).chatters == (2, 6)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "chat", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--chatters", "41"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--chatters is 41, more than the 40 conversations" in said
+    assert said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
 def test_errors_are_counted_by_name_and_arm(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
     one, _, at = two
     one.fault = {WARM_UP + 4: "status", WARM_UP + 6: "no end"}
