@@ -80,18 +80,6 @@ def test_a_chat_is_measured_by_arm_and_share(two: tuple[Small, Small, BenchTarge
     assert found.to_dict()["prices"] is None, "nothing is recorded of a server that runs already"
 
 
-def test_runs_of_an_earlier_version_have_their_steady_latencies_by_their_rows(
-    two: tuple[Small, Small, BenchTarget], tmp_path: Path
-) -> None:
-    expected = run_bench.bench(tmp_path, CHAT, two[-1])
-    for path in (tmp_path / "runs").glob("*-arm-*.json"):
-        later = ("steady_ttft_s", "steady_e2e_s", "message_tokens", "open_tokens")
-        run = {name: value for name, value in read_sealed(path).items() if name not in later}
-        path.write_text(json.dumps(sealed(run)))
-    again = run_bench.bench(tmp_path, CHAT, two[-1])
-    assert again.results == expected.results and again.text() == expected.text()
-
-
 def test_no_two_runs_share_a_cached_prefix(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
     _, other, at = two
     run_bench.bench(tmp_path, ANALYTICS, at)

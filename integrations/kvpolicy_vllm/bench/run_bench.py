@@ -26,7 +26,7 @@ from kvpolicy_vllm.bench.control_arm import put_back, switched
 from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, dtype_of, sharing_memory
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
-from kvpolicy_vllm.bench.load_results import differences, with_later_figures
+from kvpolicy_vllm.bench.load_results import differences
 from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.bench.rate_kind import RateKind
 from kvpolicy_vllm.bench.rate_load import has_hints
@@ -100,7 +100,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
         for round_ in range(1, load.rounds):
             for cell, _ in served:
                 driver.serve(cell, round_, rng.sample(arms, len(arms)))
-    written = [with_later_figures(read_back(out, path)) for path in sorted(runs.glob("*.json"))]
+    written = [read_back(out, path) for path in sorted(runs.glob("*.json"))]
     results = plan | {
         "model": read_back(out, out / "model.json")["name"],
         "dtype": dtype_of(at),
