@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +26,7 @@ from kvpolicy.stats import student_ratio
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import WorkloadError
 from kvpolicy_vllm import launch
-from kvpolicy_vllm.bench import chat_load, live_arms, run_bench
+from kvpolicy_vllm.bench import chat_load, idle_servers, live_arms, run_bench
 from kvpolicy_vllm.bench.load_report import LoadReport
 from tests.bench.live_http import Small, serving
 
@@ -393,7 +394,8 @@ class Started:
     ports: ClassVar[dict[str, int]] = {}
     bound: ClassVar[Mapping[str, list[str]]] = {}
     """Cores of threads, by a server's name, where they are not those of the machine."""
-    cpu_s = 1.0
+    busy: ClassVar[str] = ""
+    """The server that always computes, by name."""
     gap: ClassVar[float] = 0.0
     """Where it is not 0, servers with the plugin give another last token, so far behind the best one."""
 
@@ -419,6 +421,10 @@ class Started:
         assert len(warmed) == (WARM_UP if self.small.bodies else 0), "each process by itself"
 
     @property
+    def cpu_s(self) -> float:
+        return time.monotonic() if self._name == self.busy else 1.0
+
+    @property
     def cores(self) -> list[str]:
         return self.bound.get(self._name, ["0-1"])
 
@@ -432,6 +438,7 @@ class Started:
 def ours(monkeypatch: pytest.MonkeyPatch) -> BenchTarget:
     """A model, for which servers are started anew after every two rounds; three arms have two of them."""
     monkeypatch.setattr(live_arms, "LiveServer", Started)
+    monkeypatch.setattr(idle_servers, "INTERVAL_S", 0.001)
     monkeypatch.setattr(launch, "require", lambda name: None)
     for seen in (Started.said, Started.alive, Started.alone, Started.ports):
         seen.clear()
@@ -455,6 +462,24 @@ def test_all_servers_are_ended_and_started_anew_in_the_other_order(ours: BenchTa
     assert "brackets 95% intervals over 3 starts of the servers" in " ".join(
         (tmp_path / "page.html").read_text().split()
     )
+
+
+def test_a_run_waits_for_what_the_last_one_left_to_any_server(
+    ours: BenchTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And begins all the same where one never stands still, which is said."""
+    load = replace(FIVE, prefix_tokens=(40,), rounds=1)
+    still = run_bench.bench(tmp_path / "still", load, ours)
+    assert {run["busy_cores_before"] for run in still.results["runs"]} == {0.0}
+    assert "begins while" not in capsys.readouterr().err
+    monkeypatch.setattr(idle_servers, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(Started, "busy", "kvpolicy")
+    found = run_bench.bench(tmp_path / "busy", load, ours)
+    assert all(run["busy_cores_before"] > idle_servers.STILL_CORES for run in found.results["runs"]), "of all arms"
+    assert "prefix tokens 40, round 1, vllm: begins while a server takes" in capsys.readouterr().err
+    with serving(Small()) as url:
+        there = run_bench.bench(tmp_path / "there", load, BenchTarget(url))
+    assert [run["busy_cores_before"] for run in there.results["runs"]] == [None], "nobody knows of one that ran already"
 
 
 def test_servers_on_other_cores_are_the_first_thing_that_is_said(

@@ -23,6 +23,7 @@ from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.control_arm import put_back, switched
+from kvpolicy_vllm.bench.idle_servers import MAX_WAIT_S, is_still, settled
 from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, dtype_of, sharing_memory
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
@@ -288,14 +289,26 @@ class Driver:
             if arm.switch is not None:
                 switching = switched(arm.switch, api, terms.vocabulary[:1], self._out / SWITCHED)
                 in_force["in_force"] = await stack.enter_async_context(switching)
+            busy_cores = await self._settled(f"{words(cell)}, round {round_ + 1}, {arm.name}")
             before_s = self._servers.cpu_s(arm)
             figures = await self._kind.run(cell, round_, terms) | in_force
             after_s = self._servers.cpu_s(arm)
             self._servers.url(arm)  # which raises where the server has ended: its run is no result
             cpu_s = None if before_s is None or after_s is None else after_s - before_s
             start = {"start": self._start_of(round_)} if self._start_of else {}
-            took = {"cpu_s": cpu_s, "cores": self._servers.cores(arm)}
+            took = {"cpu_s": cpu_s, "cores": self._servers.cores(arm), "busy_cores_before": busy_cores}
             yield {"cell": cell, "round": round_, "arm": arm.name} | took | start | figures
+
+    async def _settled(self, run: str) -> float | None:
+        """Wait until the servers of all arms stand still, which may have files of the last run to write; say so where
+        they do not. Returns how many cores the busiest one took last; None where the bench has started none. ``run``:
+        the one that begins, in words."""
+        if not self._servers.any_started:
+            return None
+        cores = await settled(self._servers.all_cpu_s)
+        if not is_still(cores):
+            say(f"{run}: begins while a server takes {cores:.2g} cores, {MAX_WAIT_S:g} s after the last request")
+        return cores
 
     async def _terms(self, api: Api, cell: Cell, round_: int, arm: LiveArm) -> Terms:
         if self._model is None:
