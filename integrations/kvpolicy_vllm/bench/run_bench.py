@@ -25,6 +25,7 @@ from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.control_arm import put_back, switched
 from kvpolicy_vllm.bench.idle_servers import MAX_WAIT_S, is_still, settled
 from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, dtype_of, sharing_memory
+from kvpolicy_vllm.bench.live_server import environment_of
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
 from kvpolicy_vllm.bench.load_results import differences
@@ -32,13 +33,15 @@ from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.bench.rate_kind import RateKind
 from kvpolicy_vllm.bench.rate_load import has_hints
 from kvpolicy_vllm.bench.recorded_prices import recorded_prices, recording_arm
-from kvpolicy_vllm.bench.resumed_inputs import digests, versions
+from kvpolicy_vllm.bench.resumed_inputs import digests, variables, versions
 
 PRICES = "prices.json"
 NO_RUN = {"plan.json", "model.json"}
 """What is in the folder of a bench that has run nothing."""
 SWITCHED = "switched.json"
 """In the folder of a bench while an arm's content is in a control file: see :mod:`kvpolicy_vllm.bench.control_arm`."""
+ENVIRONMENT = "environment"
+"""In a bench's plan, vLLM's variables of its servers."""
 FORMAT = 3
 """Of bench.json."""
 SAMPLE_TEXT = (
@@ -86,6 +89,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
             "files": digests(workload, [arm.command for arm in arms], "" if at.is_url else at.target),
+            ENVIRONMENT: {} if at.is_url else variables(environment_of(arms[0].command)),
             "rounds_per_start": at.rounds_per_start}  # fmt: skip
     runs = out / "runs"
     if asyncio.run(put_back(out / SWITCHED)):
@@ -184,6 +188,9 @@ def take_up(out: Path, plan: Mapping[str, Any]) -> None:
         return
     before = read_back(out, path)
     different = [name for name in plan if before.get(name) != plan[name]]
+    if ENVIRONMENT in different:
+        then, now = ({*(one.get(ENVIRONMENT) or {}).items()} for one in (before, plan))
+        different[different.index(ENVIRONMENT)] = ", ".join(sorted({name for name, _ in then ^ now})) or ENVIRONMENT
     if different:
         raise InputError(
             f"{out} has a bench with other settings ({', '.join(different)}): give --out another folder, or delete it"
