@@ -81,6 +81,20 @@ def test_a_chat_is_measured_by_arm_and_share(two: tuple[Small, Small, BenchTarge
     assert found.to_dict()["prices"] is None, "nothing is recorded of a server that runs already"
 
 
+def test_a_chat_says_how_many_conversations_were_prefixed(
+    two: tuple[Small, Small, BenchTarget], tmp_path: Path
+) -> None:
+    """The share that was asked for may lie between two numbers of conversations: 1.5 of 6 are 2, and 2.52 are 3."""
+    found = run_bench.bench(tmp_path, replace(CHAT, prefixed=(0.0, 0.25, 0.42), rounds=1), two[-1])
+    counts = {
+        (run["cell"]["prefixed"], run["prefixed_conversations"], run["conversations"]) for run in found.results["runs"]
+    }
+    assert counts == {(0.0, 0, 6), (0.25, 2, 6), (0.42, 3, 6)}
+    assert "chatters 2, prefixed 0.25: 2 of 6 conversations begin with the prefix" in found.text()
+    assert "chatters 2, prefixed 0.42: 3 of 6 conversations begin with the prefix" in found.text()
+    assert "prefixed 0: 0 of 6" not in found.text()
+
+
 def test_no_two_runs_share_a_cached_prefix(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
     _, other, at = two
     run_bench.bench(tmp_path, ANALYTICS, at)

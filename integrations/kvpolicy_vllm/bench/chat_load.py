@@ -159,7 +159,8 @@ def fitted(conversations: Iterable[Conversation], context_tokens: int) -> list[C
 
 
 def prefixed(conversations: Sequence[Conversation], share: float, rng: random.Random) -> list[Conversation]:
-    """The conversations, that share of which begins with the shared prefix: as many as that, drawn at random."""
+    """The conversations, that share of which begins with the shared prefix, drawn at random. A number halfway between
+    two is rounded to the even one."""
     chosen = set(rng.sample(range(len(conversations)), round(share * len(conversations))))
     return [replace(one, is_prefixed=number in chosen) for number, one in enumerate(conversations)]
 
