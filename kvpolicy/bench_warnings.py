@@ -31,12 +31,22 @@ def wrong_conversations(results: Results) -> int:
 
 
 def unequal_cores(results: Results) -> dict[str, list[str]]:
-    """By arm, the cores that threads of its servers may run on; empty where all have the same, or nobody knows."""
-    found: dict[str, set[str]] = {}
+    """By arm, the cores that threads of its server may run on, in the first round in which these are not the same for
+    all arms at one setting; empty where they always are, or nobody knows."""
+    return next(iter(_unequal_rounds(results).values()), {})
+
+
+def _unequal_rounds(results: Results) -> dict[int, dict[str, list[str]]]:
+    """The rounds in which arms had other cores than each other at one setting, and which cores each had there."""
+    found: dict[tuple[int, str], dict[str, list[str]]] = {}
     for run in results["runs"]:
-        found.setdefault(run["arm"], set()).update(run.get("cores") or ())
-    by_arm = {name: sorted(cores) for name, cores in found.items() if cores}
-    return by_arm if len({tuple(cores) for cores in by_arm.values()}) > 1 else {}
+        if run.get("cores"):
+            found.setdefault((run["round"], str(run["cell"])), {})[run["arm"]] = sorted(run["cores"])
+    unequal: dict[int, dict[str, list[str]]] = {}
+    for (round_, _), by_arm in sorted(found.items()):
+        if len({tuple(cores) for cores in by_arm.values()}) > 1:
+            unequal.setdefault(round_, by_arm)
+    return unequal
 
 
 def warnings(results: Results) -> list[str]:
@@ -49,9 +59,11 @@ def warnings(results: Results) -> list[str]:
             f"TOKENS DIFFER: {wrong} conversations are not those of {results['arms'][0]['name']}, and no tie of "
             f"log-probabilities explains it. Times of other answers cannot be compared.{taken}"
         )
-    if unequal := unequal_cores(results):
-        by_arm = "; ".join(f"{name}: {', '.join(cores)}" for name, cores in unequal.items())
+    if unequal := _unequal_rounds(results):
+        rounds = ", ".join(str(round_ + 1) for round_ in unequal)
+        by_arm = "; ".join(f"{name}: {', '.join(cores)}" for name, cores in unequal_cores(results).items())
         said.append(
-            f"UNEQUAL CORES: ratios compare these as well. What threads of each arm's server may run on: {by_arm}"
+            f"UNEQUAL CORES: ratios compare these as well. Rounds: {rounds}. What threads of each arm's server may run "
+            f"on in the first of these: {by_arm}"
         )
     return said

@@ -255,7 +255,9 @@ class ChatLoad:
         None,
         POSITIVE,
     )
-    turns: float = option("Mean number of turns of a drawn conversation.", 5.0, TURNS)
+    turns: float = option(
+        "Mean number of turns of a drawn conversation, but for those that its window has no room for.", 5.0, TURNS
+    )
     think_s: float = option(
         "Mean seconds before a message, exponentially distributed; think=SECONDS of --workload goes before it.",
         5.0,
@@ -271,6 +273,12 @@ class ChatLoad:
 
     def __post_init__(self) -> None:
         validate(self)
+        if (most := max(self.chatters)) > self.conversations:
+            raise WrongValue(
+                "chatters",
+                f"is {most}, more than the {self.conversations} conversations of a run, so that some would have none: "
+                "give more --conversations, or fewer people",
+            )
 
 
 @dataclass(frozen=True, slots=True)

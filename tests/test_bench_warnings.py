@@ -14,9 +14,13 @@ def bench(dtype: str, *gaps: float | None, **cores: list[str]) -> dict[str, Any]
     different = [{"conversation": "a", "turn": 0, "token": 3, "gap": gap} for gap in gaps]
     return {
         "dtype": dtype, "arms": [{"name": "first"}, {"name": "second"}],
-        "runs": [{"arm": name, "cores": some} for name, some in cores.items()],
+        "runs": [run(name, 0, some) for name, some in cores.items()],
         "comparisons": [{"tokens": {"second": {"tokens": 40, "different": different}}}],
     }  # fmt: skip
+
+
+def run(arm: str, round_: int, cores: list[str], prefix_tokens: int = 40) -> dict[str, Any]:
+    return {"arm": arm, "round": round_, "cell": {"prefix_tokens": prefix_tokens}, "cores": cores}
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,21 @@ def test_cores_that_differ_are_named_by_arm() -> None:
     (said,) = warnings(found)
     assert said.startswith("UNEQUAL CORES: ") and said.endswith("first: 0, 0-1; second: 0-1")
     assert unequal_cores(bench("float32", first=["0"], second=[])) == {}, "nobody knows the second one's"
+
+
+def test_cores_are_compared_round_by_round() -> None:
+    """Two arms that change places have the same cores over all rounds, and others in each; two that both get others
+    have the same in each. So with the settings of one round, which a resumed bench may serve by two starts."""
+    swapped = bench("float32") | {"runs": [
+        run("first", 0, ["0-1"]), run("second", 0, ["0-1"]),
+        run("first", 1, ["0"]), run("second", 1, ["1"]),
+        run("first", 2, ["1"]), run("second", 2, ["0"]),
+    ]}  # fmt: skip
+    assert unequal_cores(swapped) == {"first": ["0"], "second": ["1"]}
+    (said,) = warnings(swapped)
+    assert "Rounds: 2, 3." in said and said.endswith("first: 0; second: 1")
+    moved = bench("float32") | {"runs": [
+        run("first", 0, ["0"]), run("second", 0, ["0"]), run("first", 1, ["1"]), run("second", 1, ["1"]),
+        run("first", 2, ["1"], 80), run("second", 2, ["1"], 80), run("second", 2, ["0"]),
+    ]}  # fmt: skip
+    assert unequal_cores(moved) == {} and warnings(moved) == []

@@ -25,8 +25,9 @@ from kvpolicy.stored_values import read_json, reason_of
 from kvpolicy.version import __version__
 
 LINES = (INK, COLOURS["swap"], LEARNED, COLOURS["recompute"], MUTED)
-"""Colours of the arms, or of shares."""
+"""Colours of the arms, or of the values of what is not on an axis."""
 MARKS = "os^Dv"
+"""Their marks: see :func:`_look`."""
 BINS = 12
 """Parts of a run's time in each of which a hit rate is drawn."""
 FIFTHS = 5
@@ -69,6 +70,8 @@ AXES = {
     "rate": "requests that arrive per second",
     "concurrency": "clients",
 }
+SHORT = {"chatters": "{} people", "prefixed": "{:.0%} prefixed"}
+"""Values of the names of a chat's cells, in the legend and the title of a drawing."""
 LATENCIES = ("e2e_per_token_s.mean", "ttft_s.p50", "ttft_s.p99")
 SHOWN = 20.0
 """Latencies by rate are drawn up to so many times the lowest one, so that what is below the explosion can be seen."""
@@ -159,16 +162,22 @@ def _cells(results: Run) -> list[dict[str, Any]]:
 
 
 def _drawings(results: Run) -> Iterator[tuple[str, tuple[str, Figure]]]:
-    cells = _cells(results)
-    axis = max(cells[0], key=lambda name: len({cell[name] for cell in cells}))
-    fixed = {name: value for name, value in cells[-1 if results["kind"] == "chat" else 0].items() if name != axis}
-    for figure, title in FIGURES[results["kind"]].items():
-        values = _values(results["runs"], figure)
-        if any(values) or (values and results["kind"] != "rate"):
-            yield _name(figure, results["kind"]), (title, _by_cell(results, figure, axis, fixed, title))
-    if results["kind"] == "chat":
-        chatters = max(cell["chatters"] for cell in cells)
-        yield "hit-rate-over-the-run", (f"hit rate over the run, {chatters} people", _hit_rates(results, chatters))
+    """The figures of the load by each name of the cells that has several values, the other one at its largest."""
+    kind, cells = results["kind"], _cells(results)
+    largest = {name: max(cell[name] for cell in cells) for name in cells[0]}
+    axes = [name for name in cells[0] if len({cell[name] for cell in cells}) > 1] or [*cells[0]][:1]
+    for axis in axes:
+        fixed = {name: value for name, value in largest.items() if name != axis}
+        file_end, title_end = (f"-by-{axis}", f", by {AXES[axis]}") if len(axes) > 1 else ("", "")
+        for figure, title in FIGURES[kind].items():
+            values = _values(results["runs"], figure)
+            if any(values) or (values and kind != "rate"):
+                drawing = _by_cell(results, figure, axis, fixed, title)
+                yield _name(figure, kind) + file_end, (title + title_end, drawing)
+        if kind == "chat":
+            where = ", ".join(SHORT[name].format(value) for name, value in fixed.items())
+            drawing = _hit_rates(results, axis, fixed)
+            yield f"hit-rate-over-the-run{file_end}", (f"hit rate over the run, {where}", drawing)
 
 
 def _name(figure: str, kind: str) -> str:
@@ -189,8 +198,7 @@ def _by_cell(results: Run, figure: str, axis: str, fixed: Mapping[str, Any], tit
         if points:
             x, y, half = zip(*points, strict=True)
             lowest.append(min(y))
-            axes.errorbar(x, y, half, color=LINES[number % len(LINES)], marker=MARKS[number % len(MARKS)], capsize=3,
-                          label=arm["name"])  # fmt: skip
+            axes.errorbar(x, y, half, **_look(number), capsize=3, label=arm["name"])
     axes.set_xlabel(", ".join([AXES[axis], *(f"{AXES[name]}: {value:g}" for name, value in fixed.items())]))
     axes.set_ylabel(title)
     axes.set_ylim(bottom=0)
@@ -200,28 +208,33 @@ def _by_cell(results: Run, figure: str, axis: str, fixed: Mapping[str, Any], tit
     return drawing
 
 
-def _hit_rates(results: Run, chatters: int) -> Figure:
-    """The share of tokens found in a cache over the time of a run, a panel per arm and a line per share prefixed."""
+def _hit_rates(results: Run, axis: str, fixed: Mapping[str, Any]) -> Figure:
+    """The share of tokens found in a cache over the time of a run, a panel per arm and a line per value of one name of
+    the cells, the other as ``fixed``."""
     names = [arm["name"] for arm in results["arms"]]
     drawing, panels = new_figure(1.0 + 2.2 * len(names), len(names))
     for axes, name in zip(panels, names, strict=True):
-        shares = sorted({cell["prefixed"] for cell in _cells(results)})
-        for number, share in enumerate(shares):
-            runs = _of(results, name, {"chatters": chatters, "prefixed": share})
+        for number, at in enumerate(sorted({cell[axis] for cell in _cells(results)})):
+            runs = _of(results, name, {**fixed, axis: at})
             points = [
-                (at, rate)
-                for at, rate in enumerate(hit_rates([run["lookups"] for run in runs], BINS))
+                (place, rate)
+                for place, rate in enumerate(hit_rates([run["lookups"] for run in runs], BINS))
                 if rate is not None
             ]
             if points:
-                x, y = zip(*(((at + 0.5) / BINS, rate) for at, rate in points), strict=True)
-                axes.plot(
-                    x, y, color=LINES[number % len(LINES)], marker=MARKS[number % len(MARKS)], label=f"{share:.0%}"
-                )
+                x, y = zip(*(((place + 0.5) / BINS, rate) for place, rate in points), strict=True)
+                axes.plot(x, y, **_look(number), label=SHORT[axis].format(at))
         _finish(axes, name)
     panels[-1].set_xlabel("share of the run's time")
     legend(panels[0])
     return drawing
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Colour and mark of a line by its number. After all colours they begin anew with the next mark each, so that no
+    two of 25 lines look the same."""
+    mark = MARKS[(number + number // len(LINES)) % len(MARKS)]
+    return {"color": LINES[number % len(LINES)], "marker": mark}
 
 
 def _finish(axes: Axes, name: str) -> None:

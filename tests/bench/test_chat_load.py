@@ -14,8 +14,20 @@ from kvpolicy.errors import InputError
 from kvpolicy.request_marks import Hints, read_marks
 from kvpolicy.settings import ChatLoad
 from kvpolicy.workload import Request
+from kvpolicy.workload.lengths import SHAREGPT, length_at
 from kvpolicy.workload.scaling import Resized
-from kvpolicy_vllm.bench.chat_load import Chat, ChatRun, Conversation, Turn, drawn, fitted, of_requests, prefixed
+from kvpolicy_vllm.bench import chat_load
+from kvpolicy_vllm.bench.chat_load import (
+    MIN_MESSAGE_TOKENS,
+    Chat,
+    ChatRun,
+    Conversation,
+    Turn,
+    drawn,
+    fitted,
+    of_requests,
+    prefixed,
+)
 from kvpolicy_vllm.bench.openai_api import Answer
 from tests.bench.live_http import next_tokens
 
@@ -159,6 +171,31 @@ def test_drawn_windows_fit_and_have_the_lengths_of_sharegpt() -> None:
     assert all(talk.turns[0].message_tokens <= 600 for talk in short)
     with pytest.raises(InputError, match="a context of 8 tokens is too short"):
         drawn(load, 8, random.Random(0))
+
+
+@pytest.mark.parametrize("context_tokens", [600, 4_096, 100_000])
+def test_messages_and_answers_but_the_last_one_sum_up_to_the_drawn_window(
+    context_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the answers: those that leave no room for a message after them are the last ones."""
+    drawn_tokens: list[int] = []
+
+    def noted(quantiles: Sequence[int], level: float) -> float:
+        length = length_at(quantiles, level)
+        if quantiles == SHAREGPT.prompt_tokens:
+            drawn_tokens.append(max(MIN_MESSAGE_TOKENS, round(length)))
+        return length
+
+    monkeypatch.setattr(chat_load, "length_at", noted)
+    talks = drawn(ChatLoad(conversations=400), context_tokens, random.Random(0))
+    windows = [
+        sum(turn.message_tokens for turn in talk.turns) + sum(turn.answer_tokens for turn in talk.turns[:-1])
+        for talk in talks
+    ]
+    assert windows == drawn_tokens[-400:], "after the quantiles, which are asked for first"
+    for talk in talks:
+        lengths = {turn.message_tokens for turn in talk.turns}
+        assert min(lengths) >= MIN_MESSAGE_TOKENS and max(lengths) - min(lengths) <= 1
 
 
 def test_a_conversation_ends_where_the_context_does() -> None:

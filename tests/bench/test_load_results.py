@@ -14,9 +14,9 @@ from kvpolicy_vllm.bench.load_results import (
     differences,
     hit_rate,
     lost_price_ratio,
+    open_tokens,
     rate_figures,
     steady_rate,
-    with_later_figures,
 )
 from kvpolicy_vllm.bench.openai_api import Answer
 from kvpolicy_vllm.bench.rate_load import RateRun, Sent
@@ -46,7 +46,7 @@ def test_the_rate_is_that_of_the_time_in_which_everybody_chats() -> None:
 
 
 def test_steady_latencies_are_of_the_messages_sent_while_everybody_chats() -> None:
-    """By when a message was sent, not by when its answer was there; of earlier runs by their rows."""
+    """By when a message was sent, not by when its answer was there."""
     answers = [Answer(100.0 + sent_s, ttft_s, e2e_s, (1, 2)) for sent_s, ttft_s, e2e_s in
                ((0.0, 1.0, 2.0), (9.0, 3.0, 6.0), (10.5, 0.25, 0.5), (30.0, 0.25, 0.5))]  # fmt: skip
     answers.append(Answer(101.0, 50.0, 60.0, (), "HTTP 503: full"))
@@ -54,25 +54,36 @@ def test_steady_latencies_are_of_the_messages_sent_while_everybody_chats() -> No
     figures = chat_figures(ChatRun(100.0, messages, [(0.0, {})], first_idle_s=10.0))
     assert (figures["steady_ttft_s"]["mean"], figures["steady_e2e_s"]["mean"]) == (2.0, 4.0)
     assert (figures["ttft_s"]["mean"], figures["e2e_s"]["mean"]) == (1.125, 2.25), "with those of the end"
-    later = ("steady_ttft_s", "steady_e2e_s", "message_tokens", "open_tokens")
-    earlier = {name: value for name, value in figures.items() if name not in later}
-    assert with_later_figures(earlier) == with_later_figures(figures) == figures
-    assert with_later_figures({"arm": "of another load"}) == {"arm": "of another load"}
 
 
 def test_windows_are_in_use_from_the_first_message_of_a_conversation_to_its_last_answer() -> None:
     """One from 10 to 60 s, of which 40 s count; one of 5 s; and one that the end of the run cut. Of what a failed
-    message asked nothing is known."""
+    message asked nothing is known. Tokens of an answer are there from when they came: first after 1 s, none before."""
     messages = [
         Message("a", 0, 100, Answer(10.0, 1.0, 5.0, (1,) * 20)),
-        Message("a", 1, 150, Answer(30.0, 1.0, 30.0, (1,) * 30)),
+        Message("a", 1, 150, Answer(30.0, 1.0, 30.0, (1,) * 29)),
         Message("b", 0, 400, Answer(20.0, 1.0, 5.0, (1,) * 8), goes_on=True),
         Message("b", 1, 900, Answer(40.0, None, 1.0, (), "HTTP 503: full")),
         Message("c", 0, 200, Answer(30.0, 1.0, 5.0, (1,) * 5), goes_on=True),
+        Message("d", 0, 700, Answer(49.5, 1.0, 5.0, (1,) * 5)),
     ]
     figures = chat_figures(ChatRun(0.0, messages, [(0.0, {})], first_idle_s=50.0))
     assert figures["message_tokens"]["mean"] == 30
-    assert figures["open_tokens"] == (20 * 120 + 20 * 180 + 5 * 408 + 20 * 205) / 50
+    windows = 20 * 100 + 20 * 150 + 5 * 400 + 20 * 200 + 0.5 * 700
+    # 20 tokens that come over 4 s, and are there for another 15; 19 of 29 that come over 19 s until the run is over; 8
+    # that come over 4 s, at whose end they are gone; 5 over 4 s, then there for another 15.
+    answers = 20 * (2 + 15) + 19 * 19 / 2 + 8 * 2 + 5 * (2 + 15)
+    assert figures["open_tokens"] == pytest.approx((windows + answers) / 50)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "e2e_s", "tokens"), [(10.0, 10.0, 0.0), (0.0, 10.0, 20.0), (4.0, 4.0, 24.0), (4.0, 20.0, 4.5)]
+)
+def test_an_answer_counts_as_it_comes(ttft_s: float, e2e_s: float, tokens: float) -> None:
+    """Of 40 tokens on average over 10 s, beside a window of 1: as a line from the first one to the end, or at once."""
+    message = Message("a", 0, 1, Answer(0.0, ttft_s, e2e_s, (1,) * 40), goes_on=True)
+    rows = chat_figures(ChatRun(0.0, [message], [(0.0, {})]))["rows"]
+    assert open_tokens(rows, 10.0) == pytest.approx(1 + tokens)
 
 
 def test_a_run_without_an_answer_has_no_figures() -> None:

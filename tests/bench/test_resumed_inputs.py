@@ -12,7 +12,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.settings import AnalyticsLoad, BenchTarget, RateLoad
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import run_bench
-from kvpolicy_vllm.bench.resumed_inputs import digests, versions
+from kvpolicy_vllm.bench.resumed_inputs import digests, variables, versions
 from tests.bench.live_http import Small, serving
 
 
@@ -79,6 +79,50 @@ def test_a_bench_is_not_resumed_with_a_model_whose_weights_changed(
         with pytest.raises(InputError, match=why):
             run_bench.bench(out, load, at)
         (out / "runs" / "round-000.json").touch()
+
+
+def test_variables_are_those_of_vllm_and_no_secrets() -> None:
+    given = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_API_KEY": "a", "VLLM_X_TOKEN": "b", "PATH": "/bin", "HF_TOKEN": "c"}
+    found = variables(given)
+    assert [*found] == ["VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_X_TOKEN"]
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert all(found[name].startswith("sha256:") for name in ("VLLM_API_KEY", "VLLM_X_TOKEN"))
+    assert variables(given) == found
+    assert variables(given | {"VLLM_API_KEY": "b"})["VLLM_API_KEY"] != found["VLLM_API_KEY"]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "shown"),
+    [
+        ("VLLM_CPU_OMP_THREADS_BIND", "0", "0-1", True),
+        ("VLLM_CPU_KVCACHE_SPACE", None, "4", True),
+        (launch.RESERVED_CORES, "0", None, True),
+        ("VLLM_API_KEY", "sesame", "open", False),
+    ],
+)
+def test_a_bench_is_not_resumed_with_servers_in_another_environment(
+    name: str, before: str | None, after: str | None, shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of cores that are kept free is vLLM's for one rank, where nobody has set it."""
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    monkeypatch.setattr(launch, "version", lambda name: "0.32.0+cpu")
+    load, at = AnalyticsLoad(rounds=1, price_ratio=False), BenchTarget("some/llm", ("vllm",))
+
+    def interrupted(*_: object) -> None:
+        raise InputError("interrupted")
+
+    monkeypatch.setattr(run_bench.Driver, "serve", interrupted)
+    (tmp_path / "runs").mkdir()
+    for value, why in ((before, "interrupted"), (before, "interrupted"), (after, rf"with other settings \({name}\)")):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=why):
+            run_bench.bench(tmp_path, load, at)
+        (tmp_path / "runs" / "round-000.json").touch()
+    plan = (tmp_path / "plan.json").read_text()
+    assert name in plan or before is None
+    assert before is None or (f'"{before}"' in plan) is shown
 
 
 def test_a_bench_is_not_resumed_with_a_workload_that_changed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +26,7 @@ from kvpolicy.stats import student_ratio
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import WorkloadError
 from kvpolicy_vllm import launch
-from kvpolicy_vllm.bench import chat_load, live_arms, run_bench
+from kvpolicy_vllm.bench import chat_load, idle_servers, live_arms, run_bench
 from kvpolicy_vllm.bench.load_report import LoadReport
 from tests.bench.live_http import Small, serving
 
@@ -80,16 +81,18 @@ def test_a_chat_is_measured_by_arm_and_share(two: tuple[Small, Small, BenchTarge
     assert found.to_dict()["prices"] is None, "nothing is recorded of a server that runs already"
 
 
-def test_runs_of_an_earlier_version_have_their_steady_latencies_by_their_rows(
+def test_a_chat_says_how_many_conversations_were_prefixed(
     two: tuple[Small, Small, BenchTarget], tmp_path: Path
 ) -> None:
-    expected = run_bench.bench(tmp_path, CHAT, two[-1])
-    for path in (tmp_path / "runs").glob("*-arm-*.json"):
-        later = ("steady_ttft_s", "steady_e2e_s", "message_tokens", "open_tokens")
-        run = {name: value for name, value in read_sealed(path).items() if name not in later}
-        path.write_text(json.dumps(sealed(run)))
-    again = run_bench.bench(tmp_path, CHAT, two[-1])
-    assert again.results == expected.results and again.text() == expected.text()
+    """The share that was asked for may lie between two numbers of conversations: 1.5 of 6 are 2, and 2.52 are 3."""
+    found = run_bench.bench(tmp_path, replace(CHAT, prefixed=(0.0, 0.25, 0.42), rounds=1), two[-1])
+    counts = {
+        (run["cell"]["prefixed"], run["prefixed_conversations"], run["conversations"]) for run in found.results["runs"]
+    }
+    assert counts == {(0.0, 0, 6), (0.25, 2, 6), (0.42, 3, 6)}
+    assert "chatters 2, prefixed 0.25: 2 of 6 conversations begin with the prefix" in found.text()
+    assert "chatters 2, prefixed 0.42: 3 of 6 conversations begin with the prefix" in found.text()
+    assert "prefixed 0: 0 of 6" not in found.text()
 
 
 def test_no_two_runs_share_a_cached_prefix(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
@@ -189,6 +192,20 @@ def test_what_is_wrong_is_said_before_a_server_is_asked(tmp_path: Path) -> None:
         with pytest.raises(WorkloadError, match="nonsense: no such file, and no workload of that name"):
             run_bench.bench(tmp_path / "out", load, nobody)
     assert not (tmp_path / "out").exists()
+
+
+def test_more_people_than_conversations_are_refused_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(WrongValue, match="chatters is 7, more than the 6 conversations of a run") as refused:
+        replace(CHAT, chatters=(2, 7))
+    assert refused.value.field == "chatters"
+    assert replace(CHAT, chatters=(2, 6)).chatters == (2, 6)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "chat", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--chatters", "41"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--chatters is 41, more than the 40 conversations" in said
+    assert said.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_errors_are_counted_by_name_and_arm(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
@@ -391,7 +408,8 @@ class Started:
     ports: ClassVar[dict[str, int]] = {}
     bound: ClassVar[Mapping[str, list[str]]] = {}
     """Cores of threads, by a server's name, where they are not those of the machine."""
-    cpu_s = 1.0
+    busy: ClassVar[str] = ""
+    """The server that always computes, by name."""
     gap: ClassVar[float] = 0.0
     """Where it is not 0, servers with the plugin give another last token, so far behind the best one."""
 
@@ -417,6 +435,10 @@ class Started:
         assert len(warmed) == (WARM_UP if self.small.bodies else 0), "each process by itself"
 
     @property
+    def cpu_s(self) -> float:
+        return time.monotonic() if self._name == self.busy else 1.0
+
+    @property
     def cores(self) -> list[str]:
         return self.bound.get(self._name, ["0-1"])
 
@@ -430,6 +452,7 @@ class Started:
 def ours(monkeypatch: pytest.MonkeyPatch) -> BenchTarget:
     """A model, for which servers are started anew after every two rounds; three arms have two of them."""
     monkeypatch.setattr(live_arms, "LiveServer", Started)
+    monkeypatch.setattr(idle_servers, "INTERVAL_S", 0.001)
     monkeypatch.setattr(launch, "require", lambda name: None)
     for seen in (Started.said, Started.alive, Started.alone, Started.ports):
         seen.clear()
@@ -453,6 +476,24 @@ def test_all_servers_are_ended_and_started_anew_in_the_other_order(ours: BenchTa
     assert "brackets 95% intervals over 3 starts of the servers" in " ".join(
         (tmp_path / "page.html").read_text().split()
     )
+
+
+def test_a_run_waits_for_what_the_last_one_left_to_any_server(
+    ours: BenchTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And begins all the same where one never stands still, which is said."""
+    load = replace(FIVE, prefix_tokens=(40,), rounds=1)
+    still = run_bench.bench(tmp_path / "still", load, ours)
+    assert {run["busy_cores_before"] for run in still.results["runs"]} == {0.0}
+    assert "begins while" not in capsys.readouterr().err
+    monkeypatch.setattr(idle_servers, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(Started, "busy", "kvpolicy")
+    found = run_bench.bench(tmp_path / "busy", load, ours)
+    assert all(run["busy_cores_before"] > idle_servers.STILL_CORES for run in found.results["runs"]), "of all arms"
+    assert "prefix tokens 40, round 1, vllm: begins while a server takes" in capsys.readouterr().err
+    with serving(Small()) as url:
+        there = run_bench.bench(tmp_path / "there", load, BenchTarget(url))
+    assert [run["busy_cores_before"] for run in there.results["runs"]] == [None], "nobody knows of one that ran already"
 
 
 def test_servers_on_other_cores_are_the_first_thing_that_is_said(

@@ -61,6 +61,51 @@ def test_a_page_shows_the_bench(tmp_path: Path) -> None:
     assert cells in text[head:] and "<th>to 60%</th>" in text[head:] and "p / d" not in text
 
 
+def test_every_name_with_several_values_has_its_figures(tmp_path: Path) -> None:
+    """By people at the largest share, and by share at the most people; each with all arms, hit rates over time too."""
+    runs = [
+        run(arm, 0, share, rate) | {"cell": {"chatters": people, "prefixed": share}}
+        for arm in ARMS
+        for people, rate in ((2, 1.0), (4, 2.0), (8, 3.0))
+        for share in (0.0, 0.5)
+    ]
+    folder = bench(tmp_path / "a")
+    values = json.loads((folder / "bench.json").read_text())
+    (folder / "bench.json").write_text(json.dumps(values | {"runs": runs}))
+    report([folder], tmp_path / "page.html", tmp_path / "figures")
+    figures = ("messages-s", "ttft-s", "e2e-s", "hit-rate", "hit-rate-over-the-run")
+    assert {file.stem for file in (tmp_path / "figures").glob("*.svg")} == {
+        f"{figure}-by-{axis}" for figure in figures for axis in ("chatters", "prefixed")
+    }
+    text = (tmp_path / "page.html").read_text()
+    for title in (
+        "messages per second, by people who chat", "messages per second, by share that is prefixed",
+        "tokens found in a cache, by people who chat", "hit rate over the run, 50% prefixed",
+        "hit rate over the run, 8 people",
+    ):  # fmt: skip
+        assert f"<h3>{title}</h3>" in text, title
+    drawings = dict(bench_page._drawings(values | {"runs": runs}))
+    for axis, xs, fixed in (("chatters", [2, 4, 8], "prefixed: 0.5"), ("prefixed", [0.0, 0.5], "people who chat: 8")):
+        (axes,) = drawings[f"messages-s-by-{axis}"][1].axes
+        assert [list(bars.lines[0].get_xdata()) for bars in axes.containers] == [xs, xs]
+        assert axes.get_xlabel().endswith(fixed)
+    for panel in drawings["hit-rate-over-the-run-by-chatters"][1].axes:
+        assert [line.get_label() for line in panel.lines] == ["2 people", "4 people", "8 people"]
+
+
+def test_no_two_of_many_arms_look_the_same() -> None:
+    looks = [tuple(bench_page._look(number).values()) for number in range(25)]
+    assert len({*looks}) == 25
+    assert len({colour for colour, _ in looks[:5]}) == len({mark for _, mark in looks[:5]}) == 5
+    arms = [f"arm-{number}" for number in range(6)]
+    runs = [run(arm, 0, 0.0, 1.0 + number) for number, arm in enumerate(arms)]
+    results = {"kind": "chat", "runs": runs, "arms": [{"name": arm} for arm in arms]}
+    drawing = bench_page._by_cell(results, "messages_s", "chatters", {"prefixed": 0.0}, "messages per second")
+    (axes,) = drawing.axes
+    lines = [bars.lines[0] for bars in axes.containers]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 6
+
+
 def with_changes(folder: Path, changes: dict[str, Any]) -> str:
     """The page of a bench whose file has other values, on one line."""
     values = json.loads((folder / "bench.json").read_text())

@@ -80,7 +80,8 @@ class Server(Protocol):
 
 def drawn(load: ChatLoad, context_tokens: int, rng: random.Random) -> list[Conversation]:
     """Conversations whose last window and whose answers have the lengths of ShareGPT's rows, and whose messages fill
-    what remains. A window that does not fit into the context is drawn anew."""
+    what remains. Windows are drawn among those that fit into the context. A conversation has no more turns than its
+    window has room for the answers before the last one and for :data:`MIN_MESSAGE_TOKENS` of each message."""
     think = Think(load.think_s)
     levels = [
         level for level in LEVELS if length_at(SHAREGPT.prompt_tokens, level) < context_tokens - MIN_MESSAGE_TOKENS
@@ -90,16 +91,21 @@ def drawn(load: ChatLoad, context_tokens: int, rng: random.Random) -> list[Conve
         raise InputError(f"a context of {context_tokens} tokens is too short for a chat")
     conversations = []
     for number in range(load.conversations):
-        window = length_at(SHAREGPT.prompt_tokens, rng.uniform(0.0, highest))
+        window = max(MIN_MESSAGE_TOKENS, round(length_at(SHAREGPT.prompt_tokens, rng.uniform(0.0, highest))))
         answers: list[int] = []
         for _ in range(_geometric(load.turns, rng)):
-            answers.append(max(1, round(length_at(SHAREGPT.output_tokens, rng.random()))))
-            if sum(answers[:-1]) + MIN_MESSAGE_TOKENS * len(answers) > window:
+            if sum(answers) + MIN_MESSAGE_TOKENS * (len(answers) + 1) > window:
                 break
-        message = max(MIN_MESSAGE_TOKENS, round((window - sum(answers[:-1])) / len(answers)))
-        turns = tuple(Turn(message, answer, think.draw(rng)) for answer in answers)
+            answers.append(max(1, round(length_at(SHAREGPT.output_tokens, rng.random()))))
+        messages = _even_parts(window - sum(answers[:-1]), len(answers))
+        turns = tuple(Turn(message, answer, think.draw(rng)) for message, answer in zip(messages, answers, strict=True))
         conversations.append(Conversation(f"conversation-{number}", turns))
     return conversations
+
+
+def _even_parts(tokens: int, parts: int) -> list[int]:
+    """So many numbers that sum up to ``tokens``, no two of them more than 1 apart."""
+    return [tokens // parts + (number < tokens % parts) for number in range(parts)]
 
 
 def _geometric(mean: float, rng: random.Random) -> int:
@@ -153,7 +159,8 @@ def fitted(conversations: Iterable[Conversation], context_tokens: int) -> list[C
 
 
 def prefixed(conversations: Sequence[Conversation], share: float, rng: random.Random) -> list[Conversation]:
-    """The conversations, that share of which begins with the shared prefix: as many as that, drawn at random."""
+    """The conversations, that share of which begins with the shared prefix, drawn at random. A number halfway between
+    two is rounded to the even one."""
     chosen = set(rng.sample(range(len(conversations)), round(share * len(conversations))))
     return [replace(one, is_prefixed=number in chosen) for number, one in enumerate(conversations)]
 

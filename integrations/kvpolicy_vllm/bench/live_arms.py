@@ -193,6 +193,15 @@ class Servers:
         server = self._alive.get(arm.command)
         return None if arm.url or server is None else server.cpu_s
 
+    @property
+    def any_started(self) -> bool:
+        """Whether servers that were started here run."""
+        return bool(self._alive)
+
+    def all_cpu_s(self) -> list[float]:
+        """Seconds on processors that each of these took so far."""
+        return [server.cpu_s for server in self._alive.values()]
+
     def cores(self, arm: LiveArm) -> list[str] | None:
         """What cores threads of the arm's server may run on; None for one that was not started here."""
         server = self._alive.get(arm.command)

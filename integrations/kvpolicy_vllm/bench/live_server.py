@@ -56,7 +56,7 @@ class LiveServer:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self._command, "--host", HOST, "--port", str(port)],
-                env=environment(measures=False) | core_variables(self._command, os.environ),
+                env=environment_of(self._command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -125,6 +125,11 @@ class LiveServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
+
+
+def environment_of(command: Sequence[str]) -> dict[str, str]:
+    """The environment that the server of a command is started in."""
+    return environment(measures=False) | core_variables(command, os.environ)
 
 
 def free_port() -> int:

@@ -143,7 +143,9 @@ class ChatKind:
                 f"{len(conversations)} conversations for {cell['chatters']:g} people, some of whom would have none: "
                 "give more --conversations, fewer --chatters, or a workload with more sessions that fit the context"
             )
-        return chat_figures(await self._chat(cell, round_, terms).run(conversations, cell["chatters"]))
+        begin_alike = sum(conversation.is_prefixed for conversation in conversations)
+        counted = {"conversations": len(conversations), "prefixed_conversations": begin_alike}
+        return counted | chat_figures(await self._chat(cell, round_, terms).run(conversations, cell["chatters"]))
 
     def prompt(self, cell: Cell, round_: int, terms: Terms, rows: Sequence[Mapping[str, Any]], at: Cell) -> list[int]:
         terms = replace(terms, context_tokens=self._context(terms))

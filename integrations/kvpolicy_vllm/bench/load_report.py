@@ -192,6 +192,13 @@ class LoadReport:
                 if (ratio := known_ratio(above, below, starts)) is not None:
                     yield f"{figure} {name} / {first}", ratio
 
+    def _prefixed(self, cell: Mapping[str, Any]) -> str:
+        """How many conversations of a chat are prefixed, which the share is rounded to, and of how many; in each round
+        by itself where that differs."""
+        runs = self._by_arm(cell)[self.arms[0]]
+        counts = dict.fromkeys(f"{run['prefixed_conversations']} of {run['conversations']}" for run in runs)
+        return " and ".join(counts)
+
     def errors(self) -> dict[str, int]:
         """Requests by what went wrong, over all arms."""
         counts: Counter[str] = Counter()
@@ -272,6 +279,8 @@ class LoadReport:
         for cell in self.cells():
             for name, ratio in self.ratios(cell):
                 yield f"{_where(cell)}: {name}: {ratio.text()}"
+            if cell.get("prefixed"):
+                yield f"{_where(cell)}: {self._prefixed(cell)} conversations begin with the prefix"
         for name, found in self.sustained() if self._is_sweep else ():
             kept = "no rate" if found["rate"] is None else f"{found['rate']:g} requests per second"
             why = "" if found["exploded"] is None else f"; at {found['exploded']:g} {found['why']}"

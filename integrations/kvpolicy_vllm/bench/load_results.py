@@ -57,7 +57,8 @@ def chat_figures(run: ChatRun) -> dict[str, Any]:
         "later_ttft_s": _summary(message.answer.ttft_s for message in good if message.turn),
         "e2e_s": _summary(message.answer.e2e_s for message in good),
         "window_tokens": _summary(float(message.window_tokens) for message in good),
-        **of_windows(rows, steady_s),
+        "message_tokens": _summary(later_messages(rows)),
+        "open_tokens": open_tokens(rows, steady_s),
         "hit_rate": hit_rate(first, last),
         "lookups": [[at_s, *_looked_up(first, counters)] for at_s, counters in run.samples],
         "counters": _grown(first, last),
@@ -76,11 +77,6 @@ def _by_conversation(rows: Iterable[Mapping[str, Any]]) -> Iterable[list[Mapping
     return found.values()
 
 
-def of_windows(rows: Sequence[Mapping[str, Any]], steady_s: float) -> dict[str, Any]:
-    """Tokens of messages, and of all windows in use."""
-    return {"message_tokens": _summary(later_messages(rows)), "open_tokens": open_tokens(rows, steady_s)}
-
-
 def later_messages(rows: Iterable[Mapping[str, Any]]) -> Iterator[float]:
     """Tokens of each message of a chat but the first ones: what no cache can have of its window."""
     for messages in _by_conversation(rows):
@@ -90,19 +86,29 @@ def later_messages(rows: Iterable[Mapping[str, Any]]) -> Iterator[float]:
 
 def open_tokens(rows: Sequence[Mapping[str, Any]], until_s: float) -> float | None:
     """Tokens of the windows that are in use, on average over a chat up to ``until_s``: those of conversations between
-    their first message and their last answer, with what was answered so far. A person between two conversations has
-    none; that a conversation was to go on after the run, earlier versions did not write."""
+    their first message and their last answer. Those of an answer count as they come, as many in each second from its
+    first one to its end. A person between two conversations has none."""
     token_s = 0.0
     given_up = {row["conversation"] for row in rows if row["error"]}
     for messages in _by_conversation(rows):
         last = messages[-1]
-        goes_on = last.get("goes_on") and last["conversation"] not in given_up
+        goes_on = last["goes_on"] and last["conversation"] not in given_up
         end_s = until_s if goes_on else last["sent_s"] + last["e2e_s"]
         ends_s = [*(after["sent_s"] for after in messages[1:]), end_s]
         for message, end_s in zip(messages, ends_s, strict=True):
-            seconds = min(end_s, until_s) - min(message["sent_s"], until_s)
-            token_s += seconds * (message["window_tokens"] + len(message["token_ids"]))
+            over_s, sent_s = min(end_s, until_s), message["sent_s"]
+            token_s += max(0.0, over_s - sent_s) * message["window_tokens"]
+            answered_s = _answered_s(sent_s + message["ttft_s"], sent_s + message["e2e_s"], over_s)
+            token_s += answered_s * len(message["token_ids"])
     return token_s / until_s if until_s else None
+
+
+def _answered_s(first_s: float, last_s: float, until_s: float) -> float:
+    """The integral up to ``until_s`` of the share of an answer that is there: none before ``first_s``, all of it from
+    ``last_s`` on, and rising evenly between."""
+    rising_s = max(0.0, min(last_s, until_s) - first_s)
+    risen = rising_s**2 / (2 * (last_s - first_s)) if rising_s else 0.0
+    return risen + max(0.0, until_s - last_s)
 
 
 def steady_latencies(rows: Iterable[Mapping[str, Any]], steady_s: float) -> dict[str, Any]:
@@ -110,13 +116,6 @@ def steady_latencies(rows: Iterable[Mapping[str, Any]], steady_s: float) -> dict
     people wait for answers then as the load says, and fewer later on. ``rows``: those of one run."""
     sent = [row for row in rows if not row["error"] and row["sent_s"] <= steady_s]
     return {f"steady_{name}": _summary(row[name] for row in sent) for name in ("ttft_s", "e2e_s")}
-
-
-def with_later_figures(run: dict[str, Any]) -> dict[str, Any]:
-    """A run of a chat with what earlier versions did not write and its rows tell. A run of another load as it is."""
-    if "steady_s" not in run or "open_tokens" in run:
-        return run
-    return run | steady_latencies(run["rows"], run["steady_s"]) | of_windows(run["rows"], run["steady_s"])
 
 
 def analytics_figures(run: AnalyticsRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What runs of an unfinished measurement depend on beside its arguments: versions, and what its files hold.
+"""What runs of an unfinished measurement depend on beside its arguments: versions, what its files hold, and variables.
 
 Called by :mod:`kvpolicy_vllm.bench.run_bench` and :mod:`kvpolicy_vllm.bench.run_demo`, which resume nothing that was
 begun with others. Loads no engine.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +19,24 @@ from kvpolicy.tiers import weights_digest
 from kvpolicy.workload.join_text import files_of
 from kvpolicy_vllm import launch
 
+PREFIX = "VLLM_"
+SECRET = ("KEY", "TOKEN", "SECRET")
+"""What is in the name of a variable that may hold a secret."""
+
 
 def versions() -> dict[str, str]:
     """Of kvpolicy, and of the vLLM that is installed here; empty where none is."""
     return {"kvpolicy": __version__, "vllm": launch.vllm_version()}
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """vLLM's variables in the environment of a server, which decide its cores and its memory: values by name, of one
+    that may be a secret a digest."""
+    return {
+        name: f"sha256:{hashlib.sha256(value.encode()).hexdigest()}" if any(one in name for one in SECRET) else value
+        for name, value in sorted(environment.items())
+        if name.startswith(PREFIX)
+    }
 
 
 def digests(workload: str | None, commands: Iterable[Sequence[str]], llm: str = "") -> dict[str, str]:

@@ -23,22 +23,26 @@ from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.control_arm import put_back, switched
+from kvpolicy_vllm.bench.idle_servers import MAX_WAIT_S, is_still, settled
 from kvpolicy_vllm.bench.live_arms import LiveArm, Servers, arms_of, dtype_of, sharing_memory
+from kvpolicy_vllm.bench.live_server import environment_of
 from kvpolicy_vllm.bench.load_kinds import AnalyticsKind, Cell, ChatKind, Kind, Terms
 from kvpolicy_vllm.bench.load_report import LoadReport
-from kvpolicy_vllm.bench.load_results import differences, with_later_figures
+from kvpolicy_vllm.bench.load_results import differences
 from kvpolicy_vllm.bench.openai_api import Api, connected
 from kvpolicy_vllm.bench.rate_kind import RateKind
 from kvpolicy_vllm.bench.rate_load import has_hints
 from kvpolicy_vllm.bench.recorded_prices import recorded_prices, recording_arm
-from kvpolicy_vllm.bench.resumed_inputs import digests, versions
+from kvpolicy_vllm.bench.resumed_inputs import digests, variables, versions
 
 PRICES = "prices.json"
 NO_RUN = {"plan.json", "model.json"}
 """What is in the folder of a bench that has run nothing."""
 SWITCHED = "switched.json"
 """In the folder of a bench while an arm's content is in a control file: see :mod:`kvpolicy_vllm.bench.control_arm`."""
-FORMAT = 2
+ENVIRONMENT = "environment"
+"""In a bench's plan, vLLM's variables of its servers."""
+FORMAT = 3
 """Of bench.json."""
 SAMPLE_TEXT = (
     "The quick brown fox jumps over the lazy dog while seven wizards quietly mix five dozen jugs of black ink, and "
@@ -85,6 +89,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
     plan = {"format": FORMAT, "kind": kind.name, "target": at.target, "load": plain(asdict(load)),
             "arms": [arm.to_dict() for arm in arms], "versions": versions(),
             "files": digests(workload, [arm.command for arm in arms], "" if at.is_url else at.target),
+            ENVIRONMENT: {} if at.is_url else variables(environment_of(arms[0].command)),
             "rounds_per_start": at.rounds_per_start}  # fmt: skip
     runs = out / "runs"
     if asyncio.run(put_back(out / SWITCHED)):
@@ -100,7 +105,7 @@ def bench(out: Path, load: Load, at: BenchTarget) -> LoadReport:
         for round_ in range(1, load.rounds):
             for cell, _ in served:
                 driver.serve(cell, round_, rng.sample(arms, len(arms)))
-    written = [with_later_figures(read_back(out, path)) for path in sorted(runs.glob("*.json"))]
+    written = [read_back(out, path) for path in sorted(runs.glob("*.json"))]
     results = plan | {
         "model": read_back(out, out / "model.json")["name"],
         "dtype": dtype_of(at),
@@ -183,6 +188,9 @@ def take_up(out: Path, plan: Mapping[str, Any]) -> None:
         return
     before = read_back(out, path)
     different = [name for name in plan if before.get(name) != plan[name]]
+    if ENVIRONMENT in different:
+        then, now = ({*(one.get(ENVIRONMENT) or {}).items()} for one in (before, plan))
+        different[different.index(ENVIRONMENT)] = ", ".join(sorted({name for name, _ in then ^ now})) or ENVIRONMENT
     if different:
         raise InputError(
             f"{out} has a bench with other settings ({', '.join(different)}): give --out another folder, or delete it"
@@ -288,14 +296,26 @@ class Driver:
             if arm.switch is not None:
                 switching = switched(arm.switch, api, terms.vocabulary[:1], self._out / SWITCHED)
                 in_force["in_force"] = await stack.enter_async_context(switching)
+            busy_cores = await self._settled(f"{words(cell)}, round {round_ + 1}, {arm.name}")
             before_s = self._servers.cpu_s(arm)
             figures = await self._kind.run(cell, round_, terms) | in_force
             after_s = self._servers.cpu_s(arm)
             self._servers.url(arm)  # which raises where the server has ended: its run is no result
             cpu_s = None if before_s is None or after_s is None else after_s - before_s
             start = {"start": self._start_of(round_)} if self._start_of else {}
-            took = {"cpu_s": cpu_s, "cores": self._servers.cores(arm)}
+            took = {"cpu_s": cpu_s, "cores": self._servers.cores(arm), "busy_cores_before": busy_cores}
             yield {"cell": cell, "round": round_, "arm": arm.name} | took | start | figures
+
+    async def _settled(self, run: str) -> float | None:
+        """Wait until the servers of all arms stand still, which may have files of the last run to write; say so where
+        they do not. Returns how many cores the busiest one took last; None where the bench has started none. ``run``:
+        the one that begins, in words."""
+        if not self._servers.any_started:
+            return None
+        cores = await settled(self._servers.all_cpu_s)
+        if not is_still(cores):
+            say(f"{run}: begins while a server takes {cores:.2g} cores, {MAX_WAIT_S:g} s after the last request")
+        return cores
 
     async def _terms(self, api: Api, cell: Cell, round_: int, arm: LiveArm) -> Terms:
         if self._model is None:
