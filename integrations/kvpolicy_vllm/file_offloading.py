@@ -117,13 +117,14 @@ class BoundedFileTier(SecondaryTierManager):
         how = fields.read(TierSettings, settings, "secondary_tiers")
         self.locality = Locality(how.locality) if how.locality else None
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._row_bytes = self._rows.shape[1]
         self._groups = len(offloading_spec.config.groups)
         self._max_held = min(MAX_QUEUED_BLOCKS, max(1, len(self._rows) // SHARE))
         """Chunks that stores hold. vLLM gives up none of a job that has not ended, and saves nothing to host memory
         where all are held, as on a slow disk."""
         self._directory, self._max_bytes, self._policy = how.directory, int(how.max_gib * GIB), how.eviction_policy
-        self._namespace = namespace_of(offloading_spec, self._rows.shape[1], how)
-        refuse_small(how.max_gib, self._rows.shape[1])
+        self._namespace = namespace_of(offloading_spec, self._row_bytes, how)
+        refuse_small(how.max_gib, self._row_bytes)
         require_checksums()
         refuse_unsafe(self._directory)
         self._opened: LastingTier | None = None
@@ -157,7 +158,7 @@ class BoundedFileTier(SecondaryTierManager):
         namespace = {**self._namespace, "hash_seed": self._seed.hex()}
         try:
             opened = FileTier.open(
-                self._directory, namespace, self._rows.shape[1], self._max_bytes, self._policy, self._max_held
+                self._directory, namespace, self._row_bytes, self._max_bytes, self._policy, self._max_held
             )
             if self._ends.is_set():  # nobody waits for it any more
                 opened.close()
@@ -260,13 +261,15 @@ class BoundedFileTier(SecondaryTierManager):
             self._opened.forget_hints()
 
     def shutdown(self) -> None:
+        """Further calls do nothing."""
+        if self._ends.is_set():
+            return
         self._ends.set()
         self._opening.join(MAX_HANG_S)
         if self._opening.is_alive():
             logger.warning("kvpolicy: files hang while they are opened; the server ends without them")
-            return
-        if self._opened is not None:
-            self._opened.close()
+        elif self._opened is not None:
+            self._opened.close(MAX_HANG_S)
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap its host memory while anybody has a view of it
 
     def _prompts(self, request: ReqContext) -> dict[int, list[OffloadKey]]:
@@ -303,6 +306,7 @@ class BoundedFileTier(SecondaryTierManager):
         if self._opened is not None:
             for finished in self._opened.finished():
                 self._take(finished)
+            self._opened.take_gone()  # which nobody else has an account of
 
     def _take(self, finished: Finished[int]) -> None:
         job_id = self._job_of.pop(finished.job)

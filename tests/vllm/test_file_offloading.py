@@ -518,6 +518,50 @@ def test_the_end_does_not_wait_for_files_that_hang_while_they_are_opened(
     assert server.tier._opened is None and len(closed) == 1
 
 
+@pytest.mark.parametrize("call", ["writev", "readv"])
+def test_the_end_does_not_fail_where_a_disk_hangs(servers: Any, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """vLLM releases its view of host memory and unmaps that, which must stay as long as the disk may read or write
+    it."""
+    monkeypatch.setattr("kvpolicy_vllm.file_offloading.MAX_HANG_S", 0.01)
+    server = servers()
+    keys = keys_of("a", 2)
+    server.serve(keys)
+    server.serve(keys_of("b", 4))
+    gate = Gate(monkeypatch, call)
+    request = server.begin(keys if call == "readv" else keys_of("c", 1))
+    try:
+        if call == "readv":
+            assert server.manager.lookup(keys[0], request) is LookupResult.HIT_PENDING
+            server.manager.on_schedule_end(ScheduleEndContext((), ()))
+        else:
+            assert server.save(keys_of("c", 1), request)
+        assert gate.began.wait(60.0)
+        tier = server.tier.tier
+        server.stop()
+    finally:
+        gate.open()
+    assert tier.wait_idle(60.0)
+
+
+def test_a_second_end_does_nothing(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of files that the first one has closed are others' by then."""
+    server = servers()
+    server.serve(keys_of("a", 1))
+    tier, closed = server.tier.tier, []
+    monkeypatch.setattr(tier, "close", lambda *limit_s, close=tier.close: (closed.append(tier), close(*limit_s)))
+    server.tier.shutdown()
+    server.tier.shutdown()
+    assert closed == [tier]
+
+
+def test_what_has_left_files_is_not_listed_without_end(servers: Any) -> None:
+    """Nobody else keeps an account of them."""
+    server = servers()
+    for number in range(12):
+        server.serve(keys_of(str(number), 3))
+    assert server.tier.tier.usage().counts["evicted"] > 10 and not server.tier.tier._gone
+
+
 def test_a_directory_that_is_lost_before_files_are_open_serves_without_them(
     servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
