@@ -91,7 +91,7 @@ class Asked:
     tiers: set[int] = field(default_factory=set)
     """Those that were told what it asks for, by their ids."""
     places: dict[OffloadKey, int] = field(default_factory=dict)
-    """Place of each chunk of its prompt among those of its KV cache group."""
+    """Place of each chunk that vLLM has named, among those of its KV cache group."""
 
 
 class BoundedFileTier(SecondaryTierManager):
@@ -144,6 +144,8 @@ class BoundedFileTier(SecondaryTierManager):
         """By job, its parts that have not ended."""
         self._failed: dict[int, set[OffloadKey]] = {}
         self._jobs: dict[int, TransferJob] = {}
+        self._held = 0
+        """Chunks of stores that have not ended."""
         self._ended: list[JobResult] = []
         self._opening.start()
 
@@ -183,13 +185,14 @@ class BoundedFileTier(SecondaryTierManager):
         return None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """A miss, too, where host memory could not hold the prompt up to there: vLLM brings all that is found before it
-        loads any, and would give up the beginning for the end, and the other way round, without end."""
+        """A miss, too, where host memory could not hold the prompt up to there beside what stores hold: vLLM brings all
+        that is found before it loads any, and would give up the beginning for the end, and the other way round, without
+        end."""
         tier = self.tier
         if tier is None:
             return LookupResult.MISS
-        asked = self._ask(req_context)
-        fits = asked.places.get(key, 0) < max(1, len(self._rows) // self._groups)
+        place = self._place(key, self._ask(req_context), req_context)
+        fits = place < max(1, (len(self._rows) - self._held) // self._groups)
         return LookupResult.HIT if fits and tier.lookup([self._salt + key]) else LookupResult.MISS
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -204,9 +207,16 @@ class BoundedFileTier(SecondaryTierManager):
         if tier is not None and id(self) not in asked.tiers:
             for chain in self._prompts(request).values():
                 asked.tiers.add(id(self))
-                asked.places.update((key, place) for place, key in enumerate(chain))
                 tier.asked([self._salt + key for key in chain])
         return asked
+
+    def _place(self, key: OffloadKey, asked: Asked, request: ReqContext) -> int:
+        """Place of the chunk among those of its group; 0 where vLLM does not say it. It names those that a request
+        generates as they come."""
+        if key not in asked.places and len(asked.places) < len(_named(request)):
+            for chain in self._prompts(request).values():
+                asked.places.update((one, place) for place, one in enumerate(chain))
+        return asked.places.get(key, 0)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         if self.tier is None or not self._may_hold(len(job_metadata.keys)):
@@ -274,7 +284,7 @@ class BoundedFileTier(SecondaryTierManager):
 
     def _prompts(self, request: ReqContext) -> dict[int, list[OffloadKey]]:
         """By KV cache group, all chunks of the request that vLLM has named so far, in their order."""
-        return self._chains(getattr(request, "_offload_key_positions", ()), request)
+        return self._chains(_named(request), request)
 
     @staticmethod
     def _chains(keys: Collection[OffloadKey], request: ReqContext) -> dict[int, list[OffloadKey]]:
@@ -288,6 +298,7 @@ class BoundedFileTier(SecondaryTierManager):
 
     def _begin(self, job: TransferJob) -> set[OffloadKey]:
         self._jobs[job.job_id], self._open[job.job_id] = job, 0
+        self._held += 0 if job.is_promotion else len(job.keys)
         failed = self._failed[job.job_id] = set()
         return failed
 
@@ -295,8 +306,7 @@ class BoundedFileTier(SecondaryTierManager):
         """Whether a store of so many chunks may begin: it holds all of them until the last one is written. One of more
         than the share begins where no other is open, for else it never would."""
         self._take_finished()
-        held = sum(len(job.keys) for job in self._jobs.values() if not job.is_promotion)
-        return not held or held + chunks <= self._max_held
+        return not self._held or self._held + chunks <= self._max_held
 
     def _part(self, number: int, job: TransferJob) -> None:
         self._job_of[number] = job.job_id
@@ -324,8 +334,14 @@ class BoundedFileTier(SecondaryTierManager):
             return
         job, failed = self._jobs.pop(job_id), self._failed.pop(job_id)
         del self._open[job_id]
+        self._held -= 0 if job.is_promotion else len(job.keys)
         done = tuple(key for key in job.keys if key not in failed)
         self._ended.append(JobResult(job_id, not failed, done if failed and job.is_promotion else None))
+
+
+def _named(request: ReqContext) -> Collection[OffloadKey]:
+    """All chunks of the request that vLLM has named so far."""
+    return getattr(request, "_offload_key_positions", ())
 
 
 def part_of(prompt: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> Part[OffloadKey]:
@@ -349,16 +365,21 @@ def refuse_small(max_gib: float, row_bytes: int) -> None:
 
 
 def namespace_of(spec: OffloadingSpec, row_bytes: int, how: TierSettings) -> dict[str, Any]:
-    """What decides the bytes of a chunk beside its key. Raises InputError where the weights are not known, or vLLM's
-    settings."""
-    config = spec.config
+    """What decides the bytes of a chunk beside its key. Raises InputError where the weights are not known, of adapters
+    as well, or vLLM's settings."""
+    config, whole = spec.config, configuration_of_callers()
+    if whole.lora_config is not None and how.identity is None:
+        raise InputError(
+            "identity: with --enable-lora the key of a chunk has the name of an adapter and its path, and not its "
+            "weights; give a text that changes whenever the weights of an adapter do, or leave out --enable-lora"
+        )
     model = how.model_files or Path(config.model.name)
     if not model.exists():
         raise InputError(
             f"model_files: the server's model is {config.model.name!r}, which is no path here; give the folder of its "
             "weights, so that files are not taken for those of other weights"
         )
-    return computed_by(configuration_of_callers(), model) | {
+    return computed_by(whole, model) | {
         "identity": how.identity,
         "dtype": str(config.model.dtype),
         "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],

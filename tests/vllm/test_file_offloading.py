@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure", reason="tiers of this vLLM have another interface")
 
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, SpeculativeConfig
+from vllm.config import KVTransferConfig, LoRAConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -216,6 +216,36 @@ def test_no_more_of_a_prompt_is_found_than_host_memory_holds(servers: Any) -> No
     server.serve(keys_of("b", 4))
     asked = server.begin(keys)
     assert [server.tier.lookup(key, asked) for key in keys] == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 2
+
+
+def test_chunks_that_a_request_has_generated_have_their_places_in_host_memory(servers: Any) -> None:
+    """vLLM names them as they come, and asks for them when the request comes back from a preemption."""
+    server = servers()
+    keys = keys_of("a", 6)
+    server.serve(keys)
+    server.serve(keys_of("b", 4))
+    asked = server.begin(keys[:2])
+    assert server.tier.lookup(keys[0], asked) is LookupResult.HIT
+    for position, key in enumerate(keys[2:], 3):
+        asked.set_offload_key_position(key, position)
+    assert [server.tier.lookup(key, asked) for key in keys] == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 2
+
+
+def test_a_prompt_has_no_room_in_what_stores_hold(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives up none of these chunks for it, but those of its beginning, which it would have to bring again."""
+    server = servers(chunks=16)
+    keys = keys_of("a", 16)
+    server.serve(keys)
+    gate = Gate(monkeypatch, "writev")
+    try:
+        assert server.save(keys_of("b", 3), server.begin(keys_of("b", 3)))
+        asked = server.begin(keys)
+        assert [server.tier.lookup(key, asked) for key in keys] == [LookupResult.HIT] * 13 + [LookupResult.MISS] * 3
+    finally:
+        gate.open()
+    server.tier.tier.wait_idle()
+    server.tier._take_finished()
+    assert server.tier.lookup(keys[-1], asked) is LookupResult.HIT
 
 
 def test_it_is_found_by_its_name_alone_once_the_plugin_is_loaded(servers: Any) -> None:
@@ -419,6 +449,17 @@ def test_without_the_configuration_it_is_refused(tmp_path: Path, model: Path) ->
     register()
     with pytest.raises(InputError, match="without its configuration at hand"):
         SecondaryTierFactory.create_secondary_tier(settings, np.zeros((CHUNKS, ROW_BYTES), np.uint8).data, spec(model))
+
+
+def test_adapters_are_refused_without_an_identity(servers: Any) -> None:
+    """vLLM hashes the name and the path of an adapter, which may have other weights tomorrow."""
+    adapters = {"lora_config": bare(LoRAConfig)}
+    with pytest.raises(InputError, match=r"identity: .* --enable-lora .* whenever the weights of an adapter do"):
+        servers(vllm=adapters)
+    first = servers(vllm=adapters, settings={"identity": "adapters of Monday"})
+    first.serve(keys_of("a", 3))
+    first.stop()
+    assert servers(vllm=adapters, settings={"identity": "of Tuesday"}).serve(keys_of("a", 3)) == 0
 
 
 def test_wrong_settings_are_errors_of_the_start(servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
