@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from kvpolicy.tiers import (
     require_checksums,
 )
 from kvpolicy_vllm.plugin.file_namespace import computed_by, configuration_of_callers
+from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S, FileReads
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -104,6 +106,7 @@ class BoundedFileTier(SecondaryTierManager):
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
+    clock = staticmethod(time.monotonic)
 
     def __init__(
         self,
@@ -142,6 +145,11 @@ class BoundedFileTier(SecondaryTierManager):
         """By number of a store or a load, the job of vLLM that it is a part of."""
         self._open: dict[int, int] = {}
         """By job, its parts that have not ended."""
+        self._reads = FileReads(self._row_bytes, self.clock, counted="")
+        self._began: dict[int, float] = {}
+        """By number, loads that have not ended, in the order in which they began."""
+        self._late: set[int] = set()
+        """Those that have not for too long."""
         self._failed: dict[int, set[OffloadKey]] = {}
         self._jobs: dict[int, TransferJob] = {}
         self._held = 0
@@ -187,13 +195,28 @@ class BoundedFileTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """A miss, too, where host memory could not hold the prompt up to there beside what stores hold: vLLM brings all
         that is found before it loads any, and would give up the beginning for the end, and the other way round, without
-        end."""
+        end. So is everything while loads do not come in time, as on a disk that hangs: a request that is told of a
+        chunk waits until its load has ended."""
         tier = self.tier
         if tier is None:
             return LookupResult.MISS
         place = self._place(key, self._ask(req_context), req_context)
         fits = place < max(1, (len(self._rows) - self._held) // self._groups)
-        return LookupResult.HIT if fits and tier.lookup([self._salt + key]) else LookupResult.MISS
+        if not fits or not tier.lookup([self._salt + key]):
+            return LookupResult.MISS
+        if self._reads.suspended:
+            self._try(tier, self._salt + key)
+            return LookupResult.MISS
+        return LookupResult.HIT
+
+    def _try(self, tier: LastingTier, key: bytes) -> None:
+        """Load a chunk for nobody, into memory of its own, to see whether loads come in time again. One load at a time,
+        but one that does not end is not waited for for ever."""
+        now = self.clock()
+        if all(now >= began_s + RENEWED_S for began_s in self._began.values()):
+            number = next(self._numbers)
+            self._began[number] = now
+            tier.load(number, [(key, [np.empty(self._row_bytes, np.uint8)])])
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._ask(req_context)
@@ -244,11 +267,14 @@ class BoundedFileTier(SecondaryTierManager):
         self._begin(job_metadata)
         number = next(self._numbers)
         self._part(number, job_metadata)
+        self._began[number] = self.clock()
         pairs = zip(job_metadata.keys, job_metadata.chunk_ids, strict=True)
         self.tier.load(number, [(self._salt + key, [self._rows[chunk]]) for key, chunk in pairs])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        """vLLM asks once a step, before it looks anything up."""
         self._take_finished()
+        self._note_late()
         ended, self._ended = self._ended, []
         return ended
 
@@ -318,8 +344,24 @@ class BoundedFileTier(SecondaryTierManager):
                 self._take(finished)
             self._opened.take_gone()  # which nobody else has an account of
 
+    def _note_late(self) -> None:
+        """Of loads that have not ended for too long. What they write to stays theirs until they have."""
+        now = self.clock()
+        for number, began_s in self._began.items():
+            if now < began_s + MAX_WAIT_S:
+                break
+            if number not in self._late:
+                self._late.add(number)
+                self._reads.late()
+
     def _take(self, finished: Finished[int]) -> None:
-        job_id = self._job_of.pop(finished.job)
+        began_s = self._began.pop(finished.job, None)
+        if began_s is not None:
+            self._late.discard(finished.job)
+            self._reads.ended(began_s, len(finished.done))
+        job_id = self._job_of.pop(finished.job, None)
+        if job_id is None:  # a trial
+            return
         self._failed[job_id].update(OffloadKey(key[len(key) - self._key_bytes(job_id) :]) for key in finished.failed)
         self._open[job_id] -= 1
         self._settle(job_id)

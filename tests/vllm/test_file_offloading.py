@@ -35,6 +35,7 @@ from kvpolicy.tiers.block_files import OUTDATED_NS
 from kvpolicy.tiers.block_format import NO_PARENT
 from kvpolicy_vllm.file_offloading import BoundedFileTier
 from kvpolicy_vllm.plugin import file_namespace, register
+from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S
 from kvpolicy_vllm.plugin.kv_settings import settings_of
 from tests.tiers.blocks import files_of
 from tests.tiers.test_file_tier import Gate
@@ -75,6 +76,14 @@ def spec(model: Path, **more: Any) -> Any:
 def tier_of(vllm_config: Any, settings: dict[str, Any], rows: memoryview, told: Any) -> Any:
     """As vLLM's connector makes it, which has the configuration at hand and passes a part of it."""
     return SecondaryTierFactory.create_secondary_tier(settings, rows, told)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """That of tiers which are made from now on."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(BoundedFileTier, "clock", staticmethod(lambda: clock.now_s))
+    return clock
 
 
 class Server:
@@ -378,6 +387,80 @@ def test_a_slow_disk_holds_a_quarter_of_host_memory(servers: Any, monkeypatch: p
     server.step()
     assert not server.manager.has_pending_work()
     assert [[server.tier.tier.lookup([key]) for key in keys] for keys in (one, two, three)] == [[1] * 3, [0] * 3, [1]]
+
+
+def hang(server: Server, gate: Gate, keys: list[OffloadKey]) -> ReqContext:
+    """A request that waits for these chunks, which are being read."""
+    request = server.begin(keys)
+    assert {server.manager.lookup(key, request) for key in keys} == {LookupResult.HIT_PENDING}
+    server.manager.on_schedule_end(ScheduleEndContext((), ()))
+    assert gate.began.wait(60.0)
+    return request
+
+
+def test_on_a_disk_that_hangs_new_requests_go_on_and_it_is_used_again_once_it_does(
+    servers: Any, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = servers(chunks=8)
+    one, two = keys_of("a", 3), keys_of("b", 3)
+    for keys in (one, two, keys_of("c", 8)):
+        server.serve(keys)
+    gate = Gate(monkeypatch, "readv")
+    try:
+        waiting = hang(server, gate, one)
+        clock.now_s += MAX_WAIT_S - 0.1
+        assert server.manager.lookup(two[0], server.begin(two)) is LookupResult.HIT_PENDING
+        server.manager.on_schedule_end(ScheduleEndContext((), ()))
+        clock.now_s += 0.1
+        new = server.begin(two)
+        assert [server.manager.lookup(key, new) for key in two[1:]] == [LookupResult.MISS] * 2
+        assert server.manager.lookup(one[0], waiting) is LookupResult.HIT_PENDING, "its memory may still be written to"
+        clock.now_s += MAX_WAIT_S
+        assert server.manager.lookup(two[1], new) is LookupResult.MISS
+        assert len(server.tier._began) == 2, "nothing is tried as long as a load is under way"
+    finally:
+        gate.open()
+    server.step()
+    server.step()
+    assert [server.manager.lookup(key, waiting) for key in one] == [LookupResult.HIT] * 3
+    assert server.manager.lookup(two[1], new) is LookupResult.MISS, "both came late"
+    server.step()
+    server.step()
+    assert server.manager.lookup(two[1], new) is LookupResult.HIT_PENDING, "a load has come in time, which was a trial"
+    server.step()
+    server.step()
+    assert server.manager.lookup(two[1], new) is LookupResult.HIT
+    (chunk,) = server.manager.prepare_load([two[1]], new).chunk_ids
+    assert np.array_equal(server.rows[chunk], bytes_of(two[1]))
+    server.manager.complete_load([two[1]], new)
+    logged = [record.getMessage() for record in caplog.records if "requests wait" in record.getMessage()]
+    assert not any("cache_blocks" in text for text in logged), "which vLLM's connector does not have"
+
+
+def test_a_disk_that_hangs_is_tried_by_one_load_at_a_time(
+    servers: Any, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For which nobody waits, and which writes to no host memory of vLLM's."""
+    server = servers(chunks=8)
+    keys = keys_of("a", 3)
+    server.serve(keys)
+    server.serve(keys_of("b", 8))
+    gate = Gate(monkeypatch, "readv")
+    try:
+        hang(server, gate, keys[:1])
+        tried = []
+        for _ in range(3):
+            clock.now_s += RENEWED_S
+            server.manager.on_schedule_end(ScheduleEndContext((), ()))
+            before = server.rows.copy()
+            assert [server.manager.lookup(key, server.begin(keys)) for key in keys[1:]] == [LookupResult.MISS] * 2
+            tried.append(len(server.tier._began))
+        assert tried == [2, 3, 4] and np.array_equal(server.rows, before)
+    finally:
+        gate.open()
+    server.step()
+    server.step()
+    assert not server.tier._began and not server.manager.has_pending_work()
 
 
 def test_a_store_of_more_than_that_begins_alone_and_stores_its_first_chunks(servers: Any) -> None:
