@@ -98,7 +98,12 @@ class Server:
             "max_gib": MAX_GIB, **more.pop("settings", {}),
         }  # fmt: skip
         config = bare_config(model, **more.pop("vllm", {}))
-        tier = tier_of(config, settings, primary.get_kv_memoryview(), spec(model, **more))
+        try:
+            tier = tier_of(config, settings, primary.get_kv_memoryview(), spec(model, **more))
+        except (InputError, OSError):
+            del self.rows
+            primary.shutdown()  # which removes its file in /dev/shm
+            raise
         assert isinstance(tier, BoundedFileTier)
         self.tier = tier
         if hasattr(kv_cache_utils, "NONE_HASH"):
