@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from kvpolicy.tiers import (
     require_checksums,
 )
 from kvpolicy_vllm.plugin.file_namespace import computed_by, configuration_of_callers
+from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S, FileReads
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -91,7 +93,7 @@ class Asked:
     tiers: set[int] = field(default_factory=set)
     """Those that were told what it asks for, by their ids."""
     places: dict[OffloadKey, int] = field(default_factory=dict)
-    """Place of each chunk of its prompt among those of its KV cache group."""
+    """Place of each chunk that vLLM has named, among those of its KV cache group."""
 
 
 class BoundedFileTier(SecondaryTierManager):
@@ -104,6 +106,7 @@ class BoundedFileTier(SecondaryTierManager):
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
+    clock = staticmethod(time.monotonic)
 
     def __init__(
         self,
@@ -117,13 +120,14 @@ class BoundedFileTier(SecondaryTierManager):
         how = fields.read(TierSettings, settings, "secondary_tiers")
         self.locality = Locality(how.locality) if how.locality else None
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._row_bytes = self._rows.shape[1]
         self._groups = len(offloading_spec.config.groups)
         self._max_held = min(MAX_QUEUED_BLOCKS, max(1, len(self._rows) // SHARE))
         """Chunks that stores hold. vLLM gives up none of a job that has not ended, and saves nothing to host memory
         where all are held, as on a slow disk."""
         self._directory, self._max_bytes, self._policy = how.directory, int(how.max_gib * GIB), how.eviction_policy
-        self._namespace = namespace_of(offloading_spec, self._rows.shape[1], how)
-        refuse_small(how.max_gib, self._rows.shape[1])
+        self._namespace = namespace_of(offloading_spec, self._row_bytes, how)
+        refuse_small(how.max_gib, self._row_bytes)
         require_checksums()
         refuse_unsafe(self._directory)
         self._opened: LastingTier | None = None
@@ -141,8 +145,15 @@ class BoundedFileTier(SecondaryTierManager):
         """By number of a store or a load, the job of vLLM that it is a part of."""
         self._open: dict[int, int] = {}
         """By job, its parts that have not ended."""
+        self._reads = FileReads(self._row_bytes, self.clock, counted="")
+        self._began: dict[int, float] = {}
+        """By number, loads that have not ended, in the order in which they began."""
+        self._late: set[int] = set()
+        """Those that have not for too long."""
         self._failed: dict[int, set[OffloadKey]] = {}
         self._jobs: dict[int, TransferJob] = {}
+        self._held = 0
+        """Chunks of stores that have not ended."""
         self._ended: list[JobResult] = []
         self._opening.start()
 
@@ -157,7 +168,7 @@ class BoundedFileTier(SecondaryTierManager):
         namespace = {**self._namespace, "hash_seed": self._seed.hex()}
         try:
             opened = FileTier.open(
-                self._directory, namespace, self._rows.shape[1], self._max_bytes, self._policy, self._max_held
+                self._directory, namespace, self._row_bytes, self._max_bytes, self._policy, self._max_held
             )
             if self._ends.is_set():  # nobody waits for it any more
                 opened.close()
@@ -182,14 +193,30 @@ class BoundedFileTier(SecondaryTierManager):
         return None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """A miss, too, where host memory could not hold the prompt up to there: vLLM brings all that is found before it
-        loads any, and would give up the beginning for the end, and the other way round, without end."""
+        """A miss, too, where host memory could not hold the prompt up to there beside what stores hold: vLLM brings all
+        that is found before it loads any, and would give up the beginning for the end, and the other way round, without
+        end. So is everything while loads do not come in time, as on a disk that hangs: a request that is told of a
+        chunk waits until its load has ended."""
         tier = self.tier
         if tier is None:
             return LookupResult.MISS
-        asked = self._ask(req_context)
-        fits = asked.places.get(key, 0) < max(1, len(self._rows) // self._groups)
-        return LookupResult.HIT if fits and tier.lookup([self._salt + key]) else LookupResult.MISS
+        place = self._place(key, self._ask(req_context), req_context)
+        fits = place < max(1, (len(self._rows) - self._held) // self._groups)
+        if not fits or not tier.lookup([self._salt + key]):
+            return LookupResult.MISS
+        if self._reads.suspended:
+            self._try(tier, self._salt + key)
+            return LookupResult.MISS
+        return LookupResult.HIT
+
+    def _try(self, tier: LastingTier, key: bytes) -> None:
+        """Load a chunk for nobody, into memory of its own, to see whether loads come in time again. One load at a time,
+        but one that does not end is not waited for for ever."""
+        now = self.clock()
+        if all(now >= began_s + RENEWED_S for began_s in self._began.values()):
+            number = next(self._numbers)
+            self._began[number] = now
+            tier.load(number, [(key, [np.empty(self._row_bytes, np.uint8)])])
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._ask(req_context)
@@ -203,9 +230,16 @@ class BoundedFileTier(SecondaryTierManager):
         if tier is not None and id(self) not in asked.tiers:
             for chain in self._prompts(request).values():
                 asked.tiers.add(id(self))
-                asked.places.update((key, place) for place, key in enumerate(chain))
                 tier.asked([self._salt + key for key in chain])
         return asked
+
+    def _place(self, key: OffloadKey, asked: Asked, request: ReqContext) -> int:
+        """Place of the chunk among those of its group; 0 where vLLM does not say it. It names those that a request
+        generates as they come."""
+        if key not in asked.places and len(asked.places) < len(_named(request)):
+            for chain in self._prompts(request).values():
+                asked.places.update((one, place) for place, one in enumerate(chain))
+        return asked.places.get(key, 0)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         if self.tier is None or not self._may_hold(len(job_metadata.keys)):
@@ -233,11 +267,14 @@ class BoundedFileTier(SecondaryTierManager):
         self._begin(job_metadata)
         number = next(self._numbers)
         self._part(number, job_metadata)
+        self._began[number] = self.clock()
         pairs = zip(job_metadata.keys, job_metadata.chunk_ids, strict=True)
         self.tier.load(number, [(self._salt + key, [self._rows[chunk]]) for key, chunk in pairs])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        """vLLM asks once a step, before it looks anything up."""
         self._take_finished()
+        self._note_late()
         ended, self._ended = self._ended, []
         return ended
 
@@ -260,18 +297,20 @@ class BoundedFileTier(SecondaryTierManager):
             self._opened.forget_hints()
 
     def shutdown(self) -> None:
+        """Further calls do nothing."""
+        if self._ends.is_set():
+            return
         self._ends.set()
         self._opening.join(MAX_HANG_S)
         if self._opening.is_alive():
             logger.warning("kvpolicy: files hang while they are opened; the server ends without them")
-            return
-        if self._opened is not None:
-            self._opened.close()
+        elif self._opened is not None:
+            self._opened.close(MAX_HANG_S)
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap its host memory while anybody has a view of it
 
     def _prompts(self, request: ReqContext) -> dict[int, list[OffloadKey]]:
         """By KV cache group, all chunks of the request that vLLM has named so far, in their order."""
-        return self._chains(getattr(request, "_offload_key_positions", ()), request)
+        return self._chains(_named(request), request)
 
     @staticmethod
     def _chains(keys: Collection[OffloadKey], request: ReqContext) -> dict[int, list[OffloadKey]]:
@@ -285,6 +324,7 @@ class BoundedFileTier(SecondaryTierManager):
 
     def _begin(self, job: TransferJob) -> set[OffloadKey]:
         self._jobs[job.job_id], self._open[job.job_id] = job, 0
+        self._held += 0 if job.is_promotion else len(job.keys)
         failed = self._failed[job.job_id] = set()
         return failed
 
@@ -292,8 +332,7 @@ class BoundedFileTier(SecondaryTierManager):
         """Whether a store of so many chunks may begin: it holds all of them until the last one is written. One of more
         than the share begins where no other is open, for else it never would."""
         self._take_finished()
-        held = sum(len(job.keys) for job in self._jobs.values() if not job.is_promotion)
-        return not held or held + chunks <= self._max_held
+        return not self._held or self._held + chunks <= self._max_held
 
     def _part(self, number: int, job: TransferJob) -> None:
         self._job_of[number] = job.job_id
@@ -303,9 +342,26 @@ class BoundedFileTier(SecondaryTierManager):
         if self._opened is not None:
             for finished in self._opened.finished():
                 self._take(finished)
+            self._opened.take_gone()  # which nobody else has an account of
+
+    def _note_late(self) -> None:
+        """Of loads that have not ended for too long. What they write to stays theirs until they have."""
+        now = self.clock()
+        for number, began_s in self._began.items():
+            if now < began_s + MAX_WAIT_S:
+                break
+            if number not in self._late:
+                self._late.add(number)
+                self._reads.late()
 
     def _take(self, finished: Finished[int]) -> None:
-        job_id = self._job_of.pop(finished.job)
+        began_s = self._began.pop(finished.job, None)
+        if began_s is not None:
+            self._late.discard(finished.job)
+            self._reads.ended(began_s, len(finished.done))
+        job_id = self._job_of.pop(finished.job, None)
+        if job_id is None:  # a trial
+            return
         self._failed[job_id].update(OffloadKey(key[len(key) - self._key_bytes(job_id) :]) for key in finished.failed)
         self._open[job_id] -= 1
         self._settle(job_id)
@@ -320,8 +376,14 @@ class BoundedFileTier(SecondaryTierManager):
             return
         job, failed = self._jobs.pop(job_id), self._failed.pop(job_id)
         del self._open[job_id]
+        self._held -= 0 if job.is_promotion else len(job.keys)
         done = tuple(key for key in job.keys if key not in failed)
         self._ended.append(JobResult(job_id, not failed, done if failed and job.is_promotion else None))
+
+
+def _named(request: ReqContext) -> Collection[OffloadKey]:
+    """All chunks of the request that vLLM has named so far."""
+    return getattr(request, "_offload_key_positions", ())
 
 
 def part_of(prompt: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> Part[OffloadKey]:
@@ -345,16 +407,21 @@ def refuse_small(max_gib: float, row_bytes: int) -> None:
 
 
 def namespace_of(spec: OffloadingSpec, row_bytes: int, how: TierSettings) -> dict[str, Any]:
-    """What decides the bytes of a chunk beside its key. Raises InputError where the weights are not known, or vLLM's
-    settings."""
-    config = spec.config
+    """What decides the bytes of a chunk beside its key. Raises InputError where the weights are not known, of adapters
+    as well, or vLLM's settings."""
+    config, whole = spec.config, configuration_of_callers()
+    if whole.lora_config is not None and how.identity is None:
+        raise InputError(
+            "identity: with --enable-lora the key of a chunk has the name of an adapter and its path, and not its "
+            "weights; give a text that changes whenever the weights of an adapter do, or leave out --enable-lora"
+        )
     model = how.model_files or Path(config.model.name)
     if not model.exists():
         raise InputError(
             f"model_files: the server's model is {config.model.name!r}, which is no path here; give the folder of its "
             "weights, so that files are not taken for those of other weights"
         )
-    return computed_by(configuration_of_callers(), model) | {
+    return computed_by(whole, model) | {
         "identity": how.identity,
         "dtype": str(config.model.dtype),
         "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],

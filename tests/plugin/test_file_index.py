@@ -670,6 +670,30 @@ def test_after_a_reset_nothing_old_is_found_and_keys_are_others() -> None:
     assert core.index.lookup(CHAIN) == 3
 
 
+def test_stores_that_no_worker_has_heard_of_are_dropped_by_a_reset() -> None:
+    """Nobody can ask for these blocks any more, and files would give them places as good as others'."""
+    core = Core()
+    core.save(CHAIN)
+    core.save([b"d"])
+    core.pool.forget_keys()
+    settled = core.index.settled
+    core.index.forget()
+    assert core.index.take_jobs() == (True, (), (), ()) and core.pool.used == core.index._held == 0
+    assert core.counts["store_failed"] == 4 and core.index.settled == settled + 2, "slots are free again"
+    core.stored()
+    assert core.index.lookup(CHAIN) == 3
+
+
+def test_a_late_store_that_no_worker_has_heard_of_is_dropped_by_a_reset() -> None:
+    """As in an engine that was idle for long."""
+    core = Core()
+    core.save(CHAIN)
+    core.now = MAX_WAIT_S
+    core.index.note_late()
+    core.index.forget()
+    assert core.index.take_jobs() == (True, (), (), ()) and core.pool.used == core.index._held == 0
+
+
 def test_prompts_reach_the_policies_of_files_in_their_order_among_hints() -> None:
     core, ended = Core(), Hints(session="s", ended=True)
     core.index.asked(CHAIN)

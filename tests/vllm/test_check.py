@@ -294,13 +294,14 @@ def test_prompts_in_files_are_refused_before_the_engine_starts(
     process: EngineProcess, model: str, tmp_path: Path
 ) -> None:
     """A hash has the name of an adapter, which stands for other weights tomorrow; and weights that a server is given
-    while it runs are not those on disk."""
+    while it runs, or has of a daemon, are not those on disk."""
     files = ServerSettings("always-swap", host_gib=0.5, cache="lru", cache_files=tmp_path / "kv", cache_files_gib=1.0)
     flags = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE))
     assert not asked(process, model, *flags, settings=files)["refused"]
     for refused, words in (
         (["--enable-lora"], "cache_files: the hash of a block has the name of its adapter"),
         (["--weight-transfer-config", '{"backend": "nccl"}'], "leave out --weight-transfer-config"),
+        (["--load-format", "ipc_cache"], "cache_files: --load-format ipc_cache may take other weights"),
     ):
         found = asked(process, model, *flags, *refused, settings=files)
         assert words in found["refused"]

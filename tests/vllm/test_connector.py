@@ -142,3 +142,14 @@ def test_blocks_that_another_connector_may_write_to_are_off_the_device_before_th
     connector.handle_preemptions(jobs)  # vLLM may call twice in a step
     saved = ["finish", "save", *(["drain"] if at_once else [])]
     assert called == [*saved, *(["files"] * 2 if on_cpu else [])]
+
+
+def test_a_second_end_does_nothing() -> None:
+    """The numbers of files that the first one has closed are others' by then."""
+    called: list[str] = []
+    connector: Any = object.__new__(KVPolicyConnector)
+    connector.controller = None
+    connector.files = SimpleNamespace(close=lambda: called.append("files"))
+    connector.shutdown()
+    connector.shutdown()
+    assert called == ["files"]

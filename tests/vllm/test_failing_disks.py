@@ -21,7 +21,7 @@ pytest.importorskip("vllm")
 from tests.tiers.blocks import files_of
 from tests.vllm import harness, test_file_index
 from tests.vllm.conftest import job
-from tests.vllm.test_faults_of_files import PATIENCE_S, engine, half_written
+from tests.vllm.test_faults_of_files import PATIENCE_S, engine
 from tests.vllm.test_file_index import CONVERSATIONS, FLEETING, POLICIES, Servers, counted
 
 MOUNTS = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "mkfs.ext4", "fsfreeze")))
@@ -39,7 +39,6 @@ HANG = AWAIT + "fsfreeze -f {kv}\ntouch {faulty}\nwait_for {served} 30000\nfsfre
 disk that hangs cannot be killed."""
 ENDED = """
 touch {stored} {served}
-find {kv} -path '*/writing/*' > {left}
 touch {kv}/probe 2> {probe}
 exit $status
 """
@@ -83,7 +82,7 @@ class Disk:
         turns = len(requests) // 4
         waves = [[*range(at, at + turns)] for at in range(0, len(requests), turns)]
         self.job = self.servers.job(requests, **FLEETING | settings) | {"waves": waves, "only_files": True}
-        self.left, self.probe = folder / "left", folder / "probe"
+        self.probe = folder / "probe"
         self.begun: list[dict[str, Any]] = []
         """The engine's counters at the beginning of each wave."""
 
@@ -95,7 +94,7 @@ class Disk:
 
     def counts(self, mount: str, fault: str = "") -> dict[str, Any]:
         """Counters of the engine after it has served everything on a disk that is mounted so, and fails so."""
-        names = ("disk", "left", "probe", "stored", "faulty", "served", "over")
+        names = ("disk", "probe", "stored", "faulty", "served", "over")
         files = {name: self.folder / name for name in names} | {"kv": self.servers.files, "image": self.folder / "disk"}
         if "{image}" in mount:
             with files["image"].open("wb") as image:
@@ -146,7 +145,7 @@ def test_a_full_disk(disk: Disk) -> None:
     stats = disk.counts(FULL)
     assert counted(stats, "store_failed") > 0
     assert counted(stats, "stored") > 0 and counted(stats, "loaded") > 0
-    assert not disk.left.read_text()
+    assert not disk.servers.half_written
 
 
 @mounted
@@ -168,7 +167,7 @@ def test_a_disk_that_hangs(disk: Disk) -> None:
     assert counted(disk.begun[1], "stored") > 20
     assert disk.counted_from(1, "late", disk.begun[3]) > 0
     assert disk.counted_from(3, "stored", stats) > 0 and disk.counted_from(3, "loaded", stats) > 0
-    assert not disk.left.read_text()
+    assert not disk.servers.half_written
 
 
 @with_policies(*POLICIES)
@@ -190,7 +189,7 @@ def test_files_that_are_lost_and_damaged_meanwhile(disk: Disk) -> None:
     assert counted(disk.begun[1], "stored") > 20
     assert disk.counted_from(1, "load_failed", stats) > 0 and disk.counted_from(1, "loaded", stats) > 0
     assert harness.total(stats, "hinted_blocks") > 0
-    assert not half_written(disk.servers.files)
+    assert not disk.servers.half_written
 
 
 def harm(path: Path, rng: random.Random) -> None:

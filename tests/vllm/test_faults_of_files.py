@@ -101,17 +101,25 @@ def test_an_engine_that_is_killed_while_it_writes(
 def test_two_engines_in_one_folder(
     servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], cache: str, tmp_path: Path
 ) -> None:
-    """Each has files of its own there. Neither begins to serve before both are there."""
+    """Each has files of its own there. Neither begins to serve before both are there, nor looks at what is half-written
+    before both have served."""
     there, go = [tmp_path / "a is there", tmp_path / "b is there"], tmp_path / "go"
+    served, end = [tmp_path / "a has served", tmp_path / "b has served"], tmp_path / "end"
+    stops = [
+        {"0": {"says": str(here), "awaits": str(go)}, "1": {"says": str(over), "awaits": str(end)}}
+        for here, over in zip(there, served, strict=True)
+    ]
     works = [
-        servers.job(requests, **POLICIES[cache]) | {"stops": {"0": {"says": str(path), "awaits": str(go)}}}
-        for requests, path in zip((first, second), there, strict=True)
+        servers.job(requests, **POLICIES[cache]) | {"stops": stop}
+        for requests, stop in zip((first, second), stops, strict=True)
     ]
     with engine(works[0], tmp_path / "a") as (a, one), engine(works[1], tmp_path / "b") as (b, two):
         wait_until(lambda: all(map(Path.exists, there)) or a.poll() is not None or b.poll() is not None)
         go.touch()
+        wait_until(lambda: all(map(Path.exists, served)) or a.poll() is not None or b.poll() is not None)
+        end.touch()
         stats = [servers.judged("first", one()), servers.judged("second", two())]
     for each in stats:
         assert counted(each, "stored") > 10 and counted(each, "store_failed") == 0
     assert sorted(path.name for path in servers.files.glob("*/*")) == ["0", "1"]
-    assert not half_written(servers.files)
+    assert not servers.half_written and not half_written(servers.files)

@@ -66,6 +66,8 @@ class Servers:
 
     def __init__(self, model: str, folder: Path, stock: dict[str, dict[str, Any]]) -> None:
         self.files, self._model, self._folder, self._stock = folder / "kv", model, folder, stock
+        self.half_written: list[str] = []
+        """What engines had half-written in files, and nothing under way, when they were about to end."""
 
     def job(
         self,
@@ -81,6 +83,7 @@ class Servers:
         return job(
             self._model, say, SCARCE | {"enable_prefix_caching": True}, scenario="waves",
             plugin=harness.plugin(policy, **settings), waves=[[*range(len(requests))]], overwrite=True,
+            files=str(self.files),
         )  # fmt: skip
 
     def serve(self, name: str, requests: list[dict[str, Any]], ranks: int = 1, **extra: Any) -> dict[str, Any]:
@@ -95,6 +98,7 @@ class Servers:
         """The counters of an engine that has served these requests, every token of which is compared."""
         harness.assert_exact(self._stock[name], result)
         harness.assert_nothing_left(result)
+        self.half_written += result["half_written"]
         stats = dict(result["stats"])
         failed = {event: harness.total(stats, event) for event in ("hints_failed", "cache_undecided", "cache_failed")}
         assert not any(failed.values()), failed
@@ -113,7 +117,7 @@ def test_a_server_finds_what_an_earlier_one_computed(
     before = servers.serve("first", first)
     assert counted(before, "stored") > 20 and counted(before, "loaded") == 0
     assert len(files_of(servers.files)) >= counted(before, "stored")
-    assert not list(servers.files.rglob("writing/*"))
+    assert not servers.half_written and not list(servers.files.rglob("writing/*"))
     left = len(files_of(servers.files))
     after = servers.serve("second", second)
     assert counted(before, "found") == 0 and counted(after, "found") == left

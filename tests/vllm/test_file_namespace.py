@@ -15,6 +15,8 @@ pytest.importorskip("vllm")
 
 import torch
 from huggingface_hub import snapshot_download
+from vllm.config import LoadConfig
+from vllm.model_executor import model_loader
 
 from kvpolicy.errors import InputError
 from kvpolicy.tiers import namespace_digest, weights_digest
@@ -26,8 +28,16 @@ from kvpolicy_vllm.plugin.file_namespace import (
     orders_in_memory,
     refuse_unnameable,
 )
-from kvpolicy_vllm.plugin.served_weights import identity_of_weights, note_weights, weights_changed
-from tests.vllm.bare_configs import bare_config, drafting, multimodal
+from kvpolicy_vllm.plugin.served_weights import (
+    DUMMY,
+    FROM_FOLDER,
+    FROM_SHARDS,
+    identity_of_weights,
+    loaded_from_elsewhere,
+    note_weights,
+    weights_changed,
+)
+from tests.vllm.bare_configs import bare, bare_config, drafting, multimodal
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -288,6 +298,91 @@ def test_files_of_vllms_own_connector_are_refused_where_weights_come_later(model
 def test_files_of_vllms_own_connector_are_refused_for_images_that_clients_name(model: Path) -> None:
     with pytest.raises(InputError, match=r"files of KV: clients may name their images .*; serve without files"):
         computed_by(config_of(model, multimodal_config=multimodal()), model)
+
+
+ELSEWHERE = {"ipc_cache", "tensorizer", "modelexpress", "npcache", "gguf"}
+"""Load formats of vLLM by which a server may have other weights than those that the digest of the folder covers: of a
+daemon, of an address, of another server, of a folder of numpy files that stays when the weights change, and of several
+files of which one is named."""
+
+
+def test_every_load_format_was_looked_at() -> None:
+    """Of a new one find out what it reads: it is refused until it is known to read the model's folder."""
+    assert {*model_loader._LOAD_FORMAT_TO_MODEL_LOADER} <= {*FROM_FOLDER, *FROM_SHARDS, DUMMY, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("load_format", [*FROM_FOLDER, *FROM_SHARDS, DUMMY])
+def test_weights_in_the_models_folder_are_told_apart(
+    model: Path, monkeypatch: pytest.MonkeyPatch, load_format: str
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    config = config_of(model, load_format=load_format)
+    refuse_unnameable(config, None)
+    assert computed_by(config, model)["weights"]
+
+
+@pytest.mark.parametrize("load_format", [*sorted(ELSEWHERE), "of_a_plugin"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_weights_from_elsewhere_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, load_format: str, drafts: bool
+) -> None:
+    """The folder says nothing of them. What drafts tokens may be loaded in another way than the model."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    more = {"load_format": load_format}
+    if drafts:
+        more = {"speculative_config": drafting(model, draft_load_config=bare(LoadConfig, load_format=load_format))}
+    config = config_of(model, **more)
+    refused = f"--load-format {load_format} may take other weights .* load a folder by one of auto, .*"
+    with pytest.raises(InputError, match=f"cache_files: {refused}; or leave cache_files out"):
+        refuse_unnameable(config, None)
+    with pytest.raises(InputError, match=f"files of KV: {refused}, or serve without files"):
+        computed_by(config, model)
+
+
+def test_a_loader_that_a_plugin_has_replaced_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM lets plugins register one under a name of its own."""
+    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "auto", Overriding)
+    assert "a plugin has replaced vLLM's loader for --load-format auto" in loaded_from_elsewhere(config_of(model))
+    assert not loaded_from_elsewhere(config_of(model, load_format="hf"))
+
+
+def test_weights_in_object_storage_are_refused(model: Path) -> None:
+    """Of which vLLM downloads the small files to a folder."""
+    config = config_of(model, load_format="runai_streamer", model_weights="s3://bucket/llm")
+    assert "reads the weights from s3://bucket/llm, and not from a folder" in loaded_from_elsewhere(config)
+
+
+@pytest.mark.parametrize("load_format", FROM_SHARDS)
+@pytest.mark.parametrize(
+    ("pattern", "covered"),
+    [
+        (None, True), ("rank-{rank}-{part}.safetensors", True), ("../rank-{rank}-{part}.safetensors", False),
+        ("rank-{rank}-{part}.weights", False),
+    ],
+)  # fmt: skip
+def test_shards_that_the_digest_does_not_cover_are_refused(
+    model: Path, load_format: str, pattern: str | None, covered: bool
+) -> None:
+    config = config_of(model, load_format=load_format, model_loader_extra_config={"pattern": pattern})
+    assert bool(loaded_from_elsewhere(config)) != covered
+
+
+def test_a_drafter_with_weights_of_its_own_kind_is_told_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights may be drawn where the model's are read."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    drawn = drafting(model, draft_load_config=bare(LoadConfig, load_format=DUMMY))
+    drawing, reading = (config_of(model, speculative_config=one) for one in (drawn, drafting(model)))
+    assert file_namespace.identity_of_drafter(drawing) == "draft_model dummy None"
+    assert file_namespace.identity_of_drafter(reading) == f"draft_model {weights_digest(model)}"
+
+
+def test_a_name_at_another_hub_stands_for_no_folder(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's cache may have other weights under the same name."""
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    monkeypatch.setattr(served_weights, "snapshot_download", lambda *_, **__: str(model))
+    config = bare_config("some/llm")
+    with pytest.raises(InputError, match=r"VLLM_USE_MODELSCOPE .* give vLLM the folder of the model"):
+        identity_of_weights(config, config.model_config)
 
 
 class Overriding:

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure", reason="tiers of this vLLM have another interface")
 
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, SpeculativeConfig
+from vllm.config import KVTransferConfig, LoRAConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -35,6 +35,7 @@ from kvpolicy.tiers.block_files import OUTDATED_NS
 from kvpolicy.tiers.block_format import NO_PARENT
 from kvpolicy_vllm.file_offloading import BoundedFileTier
 from kvpolicy_vllm.plugin import file_namespace, register
+from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S
 from kvpolicy_vllm.plugin.kv_settings import settings_of
 from tests.tiers.blocks import files_of
 from tests.tiers.test_file_tier import Gate
@@ -77,6 +78,14 @@ def tier_of(vllm_config: Any, settings: dict[str, Any], rows: memoryview, told: 
     return SecondaryTierFactory.create_secondary_tier(settings, rows, told)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """That of tiers which are made from now on."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(BoundedFileTier, "clock", staticmethod(lambda: clock.now_s))
+    return clock
+
+
 class Server:
     """vLLM's manager of tiers over host memory for a few chunks, and one request after the other."""
 
@@ -89,7 +98,12 @@ class Server:
             "max_gib": MAX_GIB, **more.pop("settings", {}),
         }  # fmt: skip
         config = bare_config(model, **more.pop("vllm", {}))
-        tier = tier_of(config, settings, primary.get_kv_memoryview(), spec(model, **more))
+        try:
+            tier = tier_of(config, settings, primary.get_kv_memoryview(), spec(model, **more))
+        except (InputError, OSError):
+            del self.rows
+            primary.shutdown()  # which removes its file in /dev/shm
+            raise
         assert isinstance(tier, BoundedFileTier)
         self.tier = tier
         if hasattr(kv_cache_utils, "NONE_HASH"):
@@ -216,6 +230,36 @@ def test_no_more_of_a_prompt_is_found_than_host_memory_holds(servers: Any) -> No
     server.serve(keys_of("b", 4))
     asked = server.begin(keys)
     assert [server.tier.lookup(key, asked) for key in keys] == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 2
+
+
+def test_chunks_that_a_request_has_generated_have_their_places_in_host_memory(servers: Any) -> None:
+    """vLLM names them as they come, and asks for them when the request comes back from a preemption."""
+    server = servers()
+    keys = keys_of("a", 6)
+    server.serve(keys)
+    server.serve(keys_of("b", 4))
+    asked = server.begin(keys[:2])
+    assert server.tier.lookup(keys[0], asked) is LookupResult.HIT
+    for position, key in enumerate(keys[2:], 3):
+        asked.set_offload_key_position(key, position)
+    assert [server.tier.lookup(key, asked) for key in keys] == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 2
+
+
+def test_a_prompt_has_no_room_in_what_stores_hold(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives up none of these chunks for it, but those of its beginning, which it would have to bring again."""
+    server = servers(chunks=16)
+    keys = keys_of("a", 16)
+    server.serve(keys)
+    gate = Gate(monkeypatch, "writev")
+    try:
+        assert server.save(keys_of("b", 3), server.begin(keys_of("b", 3)))
+        asked = server.begin(keys)
+        assert [server.tier.lookup(key, asked) for key in keys] == [LookupResult.HIT] * 13 + [LookupResult.MISS] * 3
+    finally:
+        gate.open()
+    server.tier.tier.wait_idle()
+    server.tier._take_finished()
+    assert server.tier.lookup(keys[-1], asked) is LookupResult.HIT
 
 
 def test_it_is_found_by_its_name_alone_once_the_plugin_is_loaded(servers: Any) -> None:
@@ -350,6 +394,80 @@ def test_a_slow_disk_holds_a_quarter_of_host_memory(servers: Any, monkeypatch: p
     assert [[server.tier.tier.lookup([key]) for key in keys] for keys in (one, two, three)] == [[1] * 3, [0] * 3, [1]]
 
 
+def hang(server: Server, gate: Gate, keys: list[OffloadKey]) -> ReqContext:
+    """A request that waits for these chunks, which are being read."""
+    request = server.begin(keys)
+    assert {server.manager.lookup(key, request) for key in keys} == {LookupResult.HIT_PENDING}
+    server.manager.on_schedule_end(ScheduleEndContext((), ()))
+    assert gate.began.wait(60.0)
+    return request
+
+
+def test_on_a_disk_that_hangs_new_requests_go_on_and_it_is_used_again_once_it_does(
+    servers: Any, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = servers(chunks=8)
+    one, two = keys_of("a", 3), keys_of("b", 3)
+    for keys in (one, two, keys_of("c", 8)):
+        server.serve(keys)
+    gate = Gate(monkeypatch, "readv")
+    try:
+        waiting = hang(server, gate, one)
+        clock.now_s += MAX_WAIT_S - 0.1
+        assert server.manager.lookup(two[0], server.begin(two)) is LookupResult.HIT_PENDING
+        server.manager.on_schedule_end(ScheduleEndContext((), ()))
+        clock.now_s += 0.1
+        new = server.begin(two)
+        assert [server.manager.lookup(key, new) for key in two[1:]] == [LookupResult.MISS] * 2
+        assert server.manager.lookup(one[0], waiting) is LookupResult.HIT_PENDING, "its memory may still be written to"
+        clock.now_s += MAX_WAIT_S
+        assert server.manager.lookup(two[1], new) is LookupResult.MISS
+        assert len(server.tier._began) == 2, "nothing is tried as long as a load is under way"
+    finally:
+        gate.open()
+    server.step()
+    server.step()
+    assert [server.manager.lookup(key, waiting) for key in one] == [LookupResult.HIT] * 3
+    assert server.manager.lookup(two[1], new) is LookupResult.MISS, "both came late"
+    server.step()
+    server.step()
+    assert server.manager.lookup(two[1], new) is LookupResult.HIT_PENDING, "a load has come in time, which was a trial"
+    server.step()
+    server.step()
+    assert server.manager.lookup(two[1], new) is LookupResult.HIT
+    (chunk,) = server.manager.prepare_load([two[1]], new).chunk_ids
+    assert np.array_equal(server.rows[chunk], bytes_of(two[1]))
+    server.manager.complete_load([two[1]], new)
+    logged = [record.getMessage() for record in caplog.records if "requests wait" in record.getMessage()]
+    assert not any("cache_blocks" in text for text in logged), "which vLLM's connector does not have"
+
+
+def test_a_disk_that_hangs_is_tried_by_one_load_at_a_time(
+    servers: Any, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For which nobody waits, and which writes to no host memory of vLLM's."""
+    server = servers(chunks=8)
+    keys = keys_of("a", 3)
+    server.serve(keys)
+    server.serve(keys_of("b", 8))
+    gate = Gate(monkeypatch, "readv")
+    try:
+        hang(server, gate, keys[:1])
+        tried = []
+        for _ in range(3):
+            clock.now_s += RENEWED_S
+            server.manager.on_schedule_end(ScheduleEndContext((), ()))
+            before = server.rows.copy()
+            assert [server.manager.lookup(key, server.begin(keys)) for key in keys[1:]] == [LookupResult.MISS] * 2
+            tried.append(len(server.tier._began))
+        assert tried == [2, 3, 4] and np.array_equal(server.rows, before)
+    finally:
+        gate.open()
+    server.step()
+    server.step()
+    assert not server.tier._began and not server.manager.has_pending_work()
+
+
 def test_a_store_of_more_than_that_begins_alone_and_stores_its_first_chunks(servers: Any) -> None:
     server = servers(chunks=16)
     keys = keys_of("a", 6)
@@ -419,6 +537,17 @@ def test_without_the_configuration_it_is_refused(tmp_path: Path, model: Path) ->
     register()
     with pytest.raises(InputError, match="without its configuration at hand"):
         SecondaryTierFactory.create_secondary_tier(settings, np.zeros((CHUNKS, ROW_BYTES), np.uint8).data, spec(model))
+
+
+def test_adapters_are_refused_without_an_identity(servers: Any) -> None:
+    """vLLM hashes the name and the path of an adapter, which may have other weights tomorrow."""
+    adapters = {"lora_config": bare(LoRAConfig)}
+    with pytest.raises(InputError, match=r"identity: .* --enable-lora .* whenever the weights of an adapter do"):
+        servers(vllm=adapters)
+    first = servers(vllm=adapters, settings={"identity": "adapters of Monday"})
+    first.serve(keys_of("a", 3))
+    first.stop()
+    assert servers(vllm=adapters, settings={"identity": "of Tuesday"}).serve(keys_of("a", 3)) == 0
 
 
 def test_wrong_settings_are_errors_of_the_start(servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,6 +645,50 @@ def test_the_end_does_not_wait_for_files_that_hang_while_they_are_opened(
     gate.set()
     server.tier._opening.join()
     assert server.tier._opened is None and len(closed) == 1
+
+
+@pytest.mark.parametrize("call", ["writev", "readv"])
+def test_the_end_does_not_fail_where_a_disk_hangs(servers: Any, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """vLLM releases its view of host memory and unmaps that, which must stay as long as the disk may read or write
+    it."""
+    monkeypatch.setattr("kvpolicy_vllm.file_offloading.MAX_HANG_S", 0.01)
+    server = servers()
+    keys = keys_of("a", 2)
+    server.serve(keys)
+    server.serve(keys_of("b", 4))
+    gate = Gate(monkeypatch, call)
+    request = server.begin(keys if call == "readv" else keys_of("c", 1))
+    try:
+        if call == "readv":
+            assert server.manager.lookup(keys[0], request) is LookupResult.HIT_PENDING
+            server.manager.on_schedule_end(ScheduleEndContext((), ()))
+        else:
+            assert server.save(keys_of("c", 1), request)
+        assert gate.began.wait(60.0)
+        tier = server.tier.tier
+        server.stop()
+    finally:
+        gate.open()
+    assert tier.wait_idle(60.0)
+
+
+def test_a_second_end_does_nothing(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of files that the first one has closed are others' by then."""
+    server = servers()
+    server.serve(keys_of("a", 1))
+    tier, closed = server.tier.tier, []
+    monkeypatch.setattr(tier, "close", lambda *limit_s, close=tier.close: (closed.append(tier), close(*limit_s)))
+    server.tier.shutdown()
+    server.tier.shutdown()
+    assert closed == [tier]
+
+
+def test_what_has_left_files_is_not_listed_without_end(servers: Any) -> None:
+    """Nobody else keeps an account of them."""
+    server = servers()
+    for number in range(12):
+        server.serve(keys_of(str(number), 3))
+    assert server.tier.tier.usage().counts["evicted"] > 10 and not server.tier.tier._gone
 
 
 def test_a_directory_that_is_lost_before_files_are_open_serves_without_them(

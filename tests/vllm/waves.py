@@ -25,7 +25,8 @@ def waves(job: dict[str, Any]) -> dict[str, Any]:
     it, and host memory then gives up everything, so that what is found again is found in files; ``stops``: by the
     number of a wave, as text, what :func:`stop` does before it. That of the number of waves comes after the last one.
 
-    ``begun`` of the result: the counters at the beginning of each wave.
+    ``begun`` of the result: the counters at the beginning of each wave. ``half_written``: with ``files``, their
+    directory, what is being written there once everything has been reported, before the engine ends, which removes it.
     """
     run, stops = Run(job), job.get("stops", {})
     begun: list[dict[str, float]] = []
@@ -43,7 +44,13 @@ def waves(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("only_files"):
             empty_host_memory(run)
     stop(run, **stops.get(str(len(job["waves"])), {}))
-    return run.result() | {"cached_slots": run.scheduler.kvpolicy.copies.pool.cached, "begun": begun}
+    if "files" in job:
+        settle(run)
+        half_written = [str(path) for path in Path(job["files"]).rglob("writing/*")]
+    else:
+        half_written = []
+    cached = run.scheduler.kvpolicy.copies.pool.cached
+    return run.result() | {"cached_slots": cached, "begun": begun, "half_written": half_written}
 
 
 def stop(run: Run, says: str | None = None, awaits: str | None = None, settles: bool = False) -> None:
@@ -54,9 +61,23 @@ def stop(run: Run, says: str | None = None, awaits: str | None = None, settles: 
     while awaits is not None and not Path(awaits).exists():
         assert time.monotonic() < until, f"{awaits} does not come"
         time.sleep(NAP_S)
-    while settles and run.scheduler.kvpolicy.prompts.files._late:
+    if settles:
+        await_late(run)
+
+
+def await_late(run: Run) -> None:
+    """Serve something until workers have reported what was late."""
+    until = time.monotonic() + PATIENCE_S
+    while run.scheduler.kvpolicy.prompts.files._late:
         assert time.monotonic() < until, "what was late is not reported"
         fill(run)
+
+
+def settle(run: Run) -> None:
+    """Go on until workers have reported everything that goes to files or comes from them."""
+    await_late(run)
+    while run.scheduler.kvpolicy.prompts.files_under_way:
+        run.engine.engine_core.engine_core.step()
 
 
 def fill(run: Run) -> None:

@@ -331,10 +331,12 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def shutdown(self) -> None:
+        """Further calls do nothing."""
         if self.controller is not None:
             self.controller.close()
-        if self.files is not None:
-            self.files.close()
+        files, self.files = self.files, None
+        if files is not None:
+            files.close()
 
     # ---- both ----
 

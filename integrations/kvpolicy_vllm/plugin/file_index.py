@@ -336,7 +336,8 @@ class FileIndex:
 
     def forget(self) -> None:
         """The keys stand for other contents from now on, as after a change of weights: nothing that was stored is
-        found, and nothing that will be stored is found by another server."""
+        found, and nothing that will be stored is found by another server. Stores that no worker has heard of end here:
+        nobody could ask for these blocks, and files would take them for newcomers."""
         self._salt = uuid.uuid4().bytes
         self._parts.forget()
         self._coming.clear()
@@ -344,6 +345,9 @@ class FileIndex:
         for under in (*self._under.values(), *self._late.values()):
             under.failed.update(map(digest_of_key, under.keys))
             under.stale = True
+        stores, self._stores = self._stores, []
+        for job in stores:
+            self._settle((self._late if job.number in self._late else self._under).pop(job.number))
 
     def _room(self) -> int:
         return self._pool.total // SHARE - self._held

@@ -20,7 +20,12 @@ from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.engine_config import device_name
 from kvpolicy_vllm.plugin.kv_layout import is_plain, kind_of
 from kvpolicy_vllm.plugin.kv_settings import environment, settings_of
-from kvpolicy_vllm.plugin.served_weights import identity_of_drafter, identity_of_weights, weights_changed
+from kvpolicy_vllm.plugin.served_weights import (
+    identity_of_drafter,
+    identity_of_weights,
+    loaded_from_elsewhere,
+    weights_changed,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -51,6 +56,8 @@ def refuse_unnameable(config: VllmConfig, kv_cache: KVCacheConfig | None, shared
         reason = NAMED_BY_CLIENTS
     elif _transfers_weights(config):
         reason = TRANSFERRED
+    elif elsewhere := loaded_from_elsewhere(config):
+        reason = elsewhere
     elif getattr(config.cache_config, "calculate_kv_scales", False):  # vLLM 0.27 and before
         reason = "each server takes the scales of --calculate-kv-scales from its own first step: leave that out"
     elif kv_cache is not None and not is_plain(kv_cache):
@@ -109,9 +116,11 @@ def namespace_of(
 def computed_by(config: VllmConfig, folder: Path | None = None) -> dict[str, Any]:
     """What decides keys and values whoever keeps them: the engine, its device, settings and weights. ``folder``: where
     the weights are, if not where vLLM's ModelConfig says. Raises InputError as :func:`namespace_of`, where vLLM may be
-    given other weights while it runs, and for models of images."""
+    given other weights while it runs, or loads them from elsewhere, and for models of images."""
     if _transfers_weights(config):
         raise InputError(f"files of KV: {TRANSFERRED}, or serve without files")
+    if elsewhere := loaded_from_elsewhere(config):
+        raise InputError(f"files of KV: {elsewhere}, or serve without files")
     if config.model_config.is_multimodal_model:
         raise InputError(f"files of KV: {NAMED_BY_CLIENTS}; serve without files")
     return {

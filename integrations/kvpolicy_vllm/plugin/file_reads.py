@@ -1,5 +1,5 @@
 """How long loads from files take, by those that have ended, and whether requests wait for them: part of the index of
-files."""
+files, and of the tier of files below vLLM's own OffloadingConnector."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ slow, or full, is tried again then."""
 
 
 class FileReads:
-    """One per engine core. ``clock``: the controller's."""
+    """One per engine core. ``clock``: the controller's. ``counted``: where it is counted that nobody waits, for the
+    log."""
 
-    def __init__(self, block_bytes: int, clock: Callable[[], float]) -> None:
-        self._block_bytes, self._clock = block_bytes, clock
+    def __init__(
+        self,
+        block_bytes: int,
+        clock: Callable[[], float],
+        counted: str = " (counted as cache_blocks, event 'suspended')",
+    ) -> None:
+        self._block_bytes, self._clock, self._counted = block_bytes, clock, counted
         self._rate, self._counts_until_s = RecentRate(), 0.0
         """How long loads took, and when that stops counting."""
         self._last_s = -inf
@@ -86,6 +92,6 @@ class FileReads:
         self._failures += failures
         if self.suspended and not was_suspended:
             logger.warning(
-                "kvpolicy: loads from files %s; no request waits for files until one comes in time (counted as "
-                "cache_blocks, event 'suspended')", what
+                "kvpolicy: loads from files %s; no request waits for files until one comes in time%s", what,
+                self._counted,
             )  # fmt: skip

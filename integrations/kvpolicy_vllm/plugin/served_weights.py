@@ -8,9 +8,11 @@ makes its configuration, where it looks the connector up by then, and travel wit
 from __future__ import annotations
 
 import platform
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import vllm.envs
 from huggingface_hub import snapshot_download
 
 from kvpolicy.errors import InputError
@@ -23,6 +25,16 @@ if TYPE_CHECKING:
 DUMMY = "dummy"
 NOTED = "kvpolicy_weights"
 """Attribute of vLLM's ModelConfig."""
+
+FROM_FOLDER = (
+    "auto", "hf", "safetensors", "mistral", "pt", "bitsandbytes", "fastsafetensors", "instanttensor", "runai_streamer",
+)  # fmt: skip
+"""Load formats of vLLM by which a server has the weights that lie in the model's folder, which the digest covers."""
+FROM_SHARDS = ("sharded_state", "runai_streamer_sharded")
+"""Those, too, unless their ``pattern`` names files that it does not cover."""
+SHARDS = ".safetensors"
+LOADERS = "vllm.model_executor.model_loader"
+"""vLLM's module with its table of loaders by load format, which plugins change by ``register_model_loader``."""
 
 
 class Stamp(NamedTuple):
@@ -59,12 +71,47 @@ def weights_changed(config: VllmConfig) -> bool:
     )
 
 
+def loaded_from_elsewhere(config: VllmConfig) -> str:
+    """Why the weights of the model, or of what drafts tokens, may be others than those in its folder, and what would do
+    instead; empty where they are those. A load format that is not known is taken for one that reads elsewhere."""
+    return next(filter(None, (_elsewhere(_load_config(config, model), model) for model in _models(config))), "")
+
+
+def _elsewhere(load: Any, model: Any) -> str:
+    name = str(load.load_format)
+    if name != DUMMY and name not in FROM_FOLDER + FROM_SHARDS:
+        reason = f"--load-format {name} may take other weights than those in the model's folder"
+    elif not _is_vllms_own(name):
+        reason = f"a plugin has replaced vLLM's loader for --load-format {name}"
+    elif getattr(model, "model_weights", ""):
+        reason = f"--load-format {name} reads the weights from {model.model_weights}, and not from a folder"
+    elif name in FROM_SHARDS and not _is_covered(load.model_loader_extra_config):
+        reason = f"the pattern of --load-format {name} names other files than {SHARDS} in the model's folder"
+    else:
+        return ""
+    formats = ", ".join(FROM_FOLDER + FROM_SHARDS)
+    return f"{reason}, so that files cannot be told from those of other weights: load a folder by one of {formats}"
+
+
+def _is_vllms_own(load_format: str) -> bool:
+    """Whether no plugin has registered another loader under this name, in this process. Where vLLM's table has not been
+    imported yet, none has."""
+    loaders = getattr(sys.modules.get(LOADERS), "_LOAD_FORMAT_TO_MODEL_LOADER", {})
+    return load_format not in loaders or loaders[load_format].__module__.partition(".")[0] == "vllm"
+
+
+def _is_covered(more: Any) -> bool:
+    """Whether the shards are files that the digest of the folder covers. ``more``: --model-loader-extra-config."""
+    pattern = str((more or {}).get("pattern") or SHARDS)
+    return pattern.endswith(SHARDS) and "/" not in pattern
+
+
 def identity_of_weights(config: VllmConfig, model: Any, folder: Path | None = None) -> str:
     """Digest of a model's weights. ``folder``: where they are, if not where vLLM's ModelConfig says.
 
     Raises InputError where they are not found on this machine.
     """
-    if config.load_config.load_format == DUMMY:
+    if _is_drawn(config, model):
         return f"{DUMMY} {model.seed}"
     return weights_digest(folder or _folder(config, model))
 
@@ -80,12 +127,25 @@ def identity_of_drafter(config: VllmConfig, folder: Path | None = None) -> str:
     return f"{speculative.method} {identity_of_weights(config, drafter, folder if its_own else None)}"
 
 
-def _stamps(config: VllmConfig) -> list[Stamp]:
-    """Of the model and of what drafts tokens; none where weights are drawn."""
-    if config.load_config.load_format == DUMMY:
-        return []
+def _models(config: VllmConfig) -> list[Any]:
+    """vLLM's ModelConfig of the model, and of what drafts tokens where that has weights."""
     drafter = getattr(config.speculative_config, "draft_model_config", None)
-    return [_stamp(config, model) for model in (config.model_config, drafter) if model is not None]
+    return [model for model in (config.model_config, drafter) if model is not None]
+
+
+def _load_config(config: VllmConfig, model: Any) -> Any:
+    """By which the model is loaded: what drafts tokens may have a configuration of its own."""
+    its_own = getattr(config.speculative_config, "draft_load_config", None)
+    return config.load_config if its_own is None or model is config.model_config else its_own
+
+
+def _is_drawn(config: VllmConfig, model: Any) -> bool:
+    return bool(_load_config(config, model).load_format == DUMMY)
+
+
+def _stamps(config: VllmConfig) -> list[Stamp]:
+    """Of the model and of what drafts tokens, but for weights that are drawn."""
+    return [_stamp(config, model) for model in _models(config) if not _is_drawn(config, model)]
 
 
 def _stamp(config: VllmConfig, model: Any) -> Stamp:
@@ -103,10 +163,17 @@ def _machine() -> str:
 
 def _folder(config: VllmConfig, model: Any) -> Path:
     path = Path(str(model.model))
-    return path if path.exists() else _from_hub(str(model.model), model.revision, config.load_config.download_dir)
+    if path.exists():
+        return path
+    return _from_hub(str(model.model), model.revision, _load_config(config, model).download_dir)
 
 
 def _from_hub(name: str, revision: str | None, cache_dir: str | None) -> Path:
+    if vllm.envs.VLLM_USE_MODELSCOPE:  # Hugging Face's cache may have other weights of this name
+        raise InputError(
+            f"files of KV: VLLM_USE_MODELSCOPE downloads {name} to a folder that is not known here; give vLLM the "
+            "folder of the model"
+        )
     try:
         # vLLM downloads weights and configurations alone. Without patterns, huggingface_hub refuses a folder that lacks
         # others, such as README.md; 2.4 does.
