@@ -51,10 +51,6 @@ class FileTier:
         """A new request has this prompt."""
         self._policy.asked(chain, self.lookup(chain))
 
-    def extended(self, chain: Chain, asked: int) -> None:
-        """See :meth:`kvpolicy.caching.CachingPolicy.extended`."""
-        self._policy.extended(chain, asked)
-
     def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
         """See :meth:`kvpolicy.caching.Hinted.hinted`; without effect where the policy heeds none."""
         if isinstance(self._policy, Hinted):
@@ -129,8 +125,7 @@ class Demoting(CachingPolicy):
         self._files.asked(chain)
 
     def extended(self, chain: Chain, asked: int) -> None:
-        self._above.extended(chain, asked)
-        self._files.extended(chain, asked)
+        self._above.extended(chain, asked)  # files learn of a block's prompt from the block before it, as a server's
 
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         self._above.stored(chain, missing)
