@@ -66,6 +66,10 @@ class FileTier:
             count += 1
         return count
 
+    def has(self, key: Key) -> bool:
+        """Whether a block can be read."""
+        return self.lookup((key,)) == 1
+
     def write(self, chain: Chain, position: int) -> None:
         """A block of the chain leaves host memory: write it, unless it is there, or it would be computed rather than
         read, or the queue is full."""

@@ -58,9 +58,9 @@ def test_a_prompt_that_the_device_has_lost_is_loaded() -> None:
 
 @pytest.mark.parametrize(("share", "tokens"), [(0.6, 48), (0.0, 0)])
 def test_a_share_of_what_a_prompt_finds_is_loaded(share: float, tokens: int) -> None:
-    """Of five blocks three, from the front."""
+    """Of five blocks three, from the front; all five were found."""
     result = run(talks(1, 2, 3, 1), simulator=Builtin(load_share=share))
-    assert result.summary.prefix_hits == PrefixHits(4 * 96, 0, tokens, 0, tokens)
+    assert result.summary.prefix_hits == PrefixHits(4 * 96, 0, 80, 0, tokens)
     assert result.trace is not None
     loads = [row for row in result.trace.rows("transfers") if row["direction"] == "load"]
     assert [row["bytes"] for row in loads] == [tokens // BLOCK * BYTES] * bool(tokens)
