@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.caching import KINDS, ByCost, Hinted, Lru
+from kvpolicy.caching import KINDS, ByCost, Foreseen, Hinted, Lru
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
@@ -105,6 +105,17 @@ def test_a_content_that_is_still_on_the_device_is_saved_again_after_it_was_evict
     assert keys(store.lost([30])) == ["a"] and store.lookup(["a"]) == 1
 
 
+def test_what_is_needed_most_has_the_slots_whatever_its_position() -> None:
+    """Of two prompts that the device loses together the second is asked for again; a slot is unused, two are not."""
+    soon = chain("xyz")
+    store = HostStore(3, Foreseen(3, [soon]))
+    assert isinstance(store.cache, Foreseen)
+    store.admission.in_order = store.cache.in_order
+    store.lost(serve(store, "mn", 40))
+    lost = [*serve(store, "abc", 10), *serve(store, "xyz", 20)]
+    assert keys(store.lost(lost)) == soon and store.lookup(soon) == 3
+
+
 def test_one_that_is_stored_is_not_saved_twice() -> None:
     store = HostStore(4, Lru(4))
     store.lost(serve(store, "ab", 10))
@@ -146,7 +157,9 @@ def test_what_is_dropped_is_not_found_nor_saved_but_for_what_copies_need() -> No
     assert store.add(copy, [("xy", places[1])]) == []
     store.drop(["a", "x", "xy", "nothing"])
     assert store.lookup(["a"]) == 0 and store.lookup(["ab"]) == 1 and (store.used, store.cached) == (0, 1)
-    assert keys(store.lost(places)) == ["xy", "xyz"] and store.contents == 3, "x is on the device alone, and not watched"
+    assert keys(store.lost(places)) == ["xy", "xyz"] and store.contents == 3, (
+        "x is on the device alone, and not watched"
+    )
     store.drop(["xy"])
     assert store.lookup(["xy"]) == 0 and copy.blocks[0].slot is not None and store.contents == 2
     store.release(copy)

@@ -46,6 +46,8 @@ class HostPool:
         self.load_share = 1.0
         """Share of what is lacking, or of what a prompt finds, that is loaded, in blocks from the front; the rest is
         computed."""
+        self.on_served: Callable[[Sequence[int]], None] = lambda prompt: None
+        """Called with the keys of a prompt that has what it found, where a caching policy wants to know."""
         self.in_files: Callable[[int], bool] = lambda key: False
         """Whether files have the block with this key."""
         self.loads_hit: Callable[[LiveRequest, int, int], bool] = lambda live, total_tokens, local: True
@@ -119,6 +121,15 @@ class HostPool:
         """A request has arrived. Without effect where nothing is cached, as all of these."""
         if self._caching:
             self._store.asked(self._keys_of(live, live.request.prompt_tokens // self._block_size))
+
+    def served(self, live: LiveRequest) -> None:
+        """A request is admitted for the first time. It goes on holding what it has found."""
+        if self._caching:
+            self.on_served(self._keys_of(live, live.request.prompt_tokens // self._block_size))
+
+    def store_in_order(self, in_order: Callable[[Sequence[Hashable]], Sequence[Hashable]]) -> None:
+        """See :attr:`kvpolicy.host_store.Admission.in_order`."""
+        self._admission.in_order = in_order
 
     def given_back(self, live: LiveRequest) -> None:
         """A request is about to give its blocks back to the device, which may lose them from now on."""

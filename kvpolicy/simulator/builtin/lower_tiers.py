@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from kvpolicy.caching import CachingPolicy, Hinted
+from kvpolicy.caching import CachingPolicy, Foreseen, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.cost.block_price import read_first
 from kvpolicy.request_marks import Client
@@ -45,8 +45,8 @@ class HintedPool(HostPool):
                 self._files.hinted(chain, hints, client, live.number, over)
 
 
-MakeCaching = Callable[[int], CachingPolicy]
-"""Makes a caching policy for so many blocks."""
+MakeCaching = Callable[[int, caching.Price], CachingPolicy]
+"""Makes a caching policy for so many blocks, which each save what that says by their index in a prompt."""
 
 
 def host_pool(
@@ -66,9 +66,10 @@ def host_pool(
         return HostPool(server), None
     above = caching.load(cache.policy, server.host_blocks, price, allow_python=True)
     if made is not None:
-        above = made(server.host_blocks)
+        above = made(server.host_blocks, price)
     if above is None:
         return HostPool(server), None
+    foreseen = above if isinstance(above, Foreseen) else None
     files = None
     if cache.file_blocks:
         read = read_first(price, server.block_bytes / cache.file_bytes_per_s)
@@ -77,6 +78,9 @@ def host_pool(
         files = FileTier(cache, server.block_bytes, Hinted(below, clock, server.block_size, cache.hints))
         above = Demoting(above, files)
     copies = HintedPool(server, Hinted(above, clock, server.block_size, cache.hints), pool, files)
+    if foreseen is not None:
+        copies.on_served = foreseen.served
+        copies.store_in_order(foreseen.in_order)
     if files is not None:
         copies.hand_on_where(files.takes)
         copies.in_files = files.has

@@ -276,6 +276,7 @@ class Scheduler:
             self.pool.adopt(live, demand.hits)
             if not live.preemptions:
                 self._count_hits(live, demand)
+                self._copies.served(live)
         if demand.missing_blocks:
             self.pool.grow(live, demand.missing_blocks)
         live.computed = demand.computed
