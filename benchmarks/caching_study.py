@@ -8,9 +8,10 @@ Llama-3.1-8B on an H100 by its data sheet, blocks of 64 tokens, 7,000 of them on
 Mooncake's conversations, of agentic sessions and of ShareGPT's conversations (``benchmarks/caching_policies.py`` says
 what of them is drawn). Preemptions and hits are decided by ``cheapest:analytic``, whose prices ``cost`` goes by, too,
 or by each ``--policy``; ``--link`` is that of host memory, by default the data sheet's.
-``none``: host memory is for preempted requests only. ``hindsight``: Belady's rule over the trees of blocks, told the
-prompts in the order of their earliest arrivals; a reference, which no server has. The same at every run. ``--file-gib``
-is the size of files below the cache, ``--file-link`` their drive.
+``none``: host memory is for preempted requests only. ``hindsight``: Belady's rule over the trees of blocks, or the same
+by price, whichever comes to the shorter mean time to first token, told the prompts in the order of their earliest
+arrivals; a reference, which no server has. The same at every run. ``--file-gib`` is the size of files below the cache,
+``--file-link`` their drive.
 
 ``--hints`` none, sessions or hindsight: what requests say of their KV (:class:`kvpolicy.workload.Hinting`), which ask
 to keep their windows for ``--keep`` seconds. Hints in hindsight know which turn is the last, which no client does: a
@@ -54,6 +55,7 @@ from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.order import Order
 from kvpolicy.simulator import Builtin, Summary
 from kvpolicy.simulator.builtin.blocks import shared_keys
+from kvpolicy.simulator.builtin.lower_tiers import MakeCaching
 from kvpolicy.stats import student_ratio
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
@@ -131,13 +133,21 @@ class Setting:
         machine = machine_of(cell)
         policy, _ = policy_of(cell)
         simulator = Builtin(load_share=self.load_share)
-        if cache == HINDSIGHT:
-            chains = [
-                shared_keys(request, BLOCK)[: request.prompt_tokens // BLOCK]
-                for request in sorted(work, key=lambda request: request.arrival_s)
-            ]
-            simulator = replace(simulator, caching=lambda capacity: Foreseen(capacity, chains))
-        return simulator.run(work, policy, server_of(cell, machine), times_of(cell, machine)).summary
+        if cache != HINDSIGHT:
+            return simulator.run(work, policy, server_of(cell, machine), times_of(cell, machine)).summary
+        chains = [
+            shared_keys(request, BLOCK)[: request.prompt_tokens // BLOCK]
+            for request in sorted(work, key=lambda request: request.arrival_s)
+        ]
+        makers: Sequence[MakeCaching] = (
+            lambda capacity, price: Foreseen(capacity, chains),
+            lambda capacity, price: Foreseen(capacity, chains, price),
+        )
+        found = [
+            replace(simulator, caching=make).run(work, policy, server_of(cell, machine), times_of(cell, machine))
+            for make in makers
+        ]
+        return min((one.summary for one in found), key=lambda summary: summary.ttft_s.mean)
 
     def at_load(self, work: Workload, load: float) -> Workload:
         """The requests at that share of the capacity, which is the same whatever decides and whatever the link."""

@@ -3,6 +3,7 @@ again by studies. For ``caching_policies.py``, ``caching_study.py``, ``file_tier
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,29 @@ from typing import Any
 import numpy as np
 
 from kvpolicy import __version__
+from kvpolicy.code_digest import LABEL_DIGITS
 from kvpolicy.json_values import finite, rounded
 
 Fields = dict[str, Any]
 
 
+PACKAGE = Path(__file__).resolve().parent.parent / "kvpolicy"
+CODE = ("caching", "host_store", "simulator")
+"""Packages below kvpolicy that decide what is in rows of caches."""
+
+
 def versions() -> dict[str, str]:
-    """Of what makes the rows."""
-    return {"kvpolicy": __version__, "python": platform.python_version(), "numpy": np.__version__}
+    """Of what makes the rows, with a digest of its code."""
+    own = {"kvpolicy": __version__, "code": code_digest()}
+    return own | {"python": platform.python_version(), "numpy": np.__version__}
+
+
+def code_digest(root: Path = PACKAGE) -> str:
+    """The beginning of the SHA-256 of the sources of :data:`CODE`: rows of other code are not these."""
+    sha256 = hashlib.sha256()
+    for file in sorted(file for name in CODE for file in (root / name).rglob("*.py")):
+        sha256.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return sha256.hexdigest()[:LABEL_DIGITS]
 
 
 def text_of(settings: Mapping[str, Any], rows: Sequence[Fields]) -> str:

@@ -208,5 +208,11 @@ def test_rows_are_kept_as_they_are_read_again(tmp_path: Path) -> None:
     assert row_file.RowFile.read(file, settings).rows == made and len(file.read_text().splitlines()) == 4
     with pytest.raises(ValueError, match=r"was made with think 60\.0, not 5\.0"):
         row_file.RowFile.read(file, settings | {"think": 5.0})
+    (tmp_path / "caching").mkdir()
+    digests = [row_file.code_digest(tmp_path)]
+    for file_name, text in (("base.py", "a = 1"), ("base.py", "a = 2"), ("more.py", "")):
+        (tmp_path / "caching" / file_name).write_text(text)
+        digests.append(row_file.code_digest(tmp_path))
+    assert len({*digests}) == 4 and row_file.versions()["code"] == row_file.code_digest(ROOT / "kvpolicy")
     with pytest.raises(ValueError, match="was made with versions"):
         row_file.RowFile.read(file, settings | {"versions": {"kvpolicy": "0"}})

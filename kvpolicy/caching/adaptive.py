@@ -16,6 +16,10 @@ class Arc(ByQueues):
 
     Two lists by last use, of blocks used once and of those used again. Blocks that are asked for soon after they were
     given up move the share that each list gets.
+
+    The paper handles one page at a time, which takes its place at once. Here a prompt's blocks move the share when it
+    is asked for, before any of them is stored; and where nobody says what room is made for, a tie of the first list and
+    its share goes as for a block that was not remembered.
     """
 
     name = "arc"
@@ -58,12 +62,22 @@ class Arc(ByQueues):
             self._gone_again.pop(key, None)
             self._returning.discard(key)
             (self._again if known else self._once).put(key)
+        self._trim()
 
     def evict(self, count: int, protected: Container[Key]) -> list[Key]:
+        return self._evict([False] * count, protected)
+
+    def make_room(self, count: int, protected: Container[Key], newcomers: Sequence[Key]) -> list[Key]:
+        missed = [key in self._gone_again for key in self._replacing(count, newcomers)]
+        return self._evict(missed + [False] * (count - len(missed)), protected)
+
+    def _evict(self, missed: Sequence[bool], protected: Container[Key]) -> list[Key]:
+        """Give up one block for each of these: whether it is for one that was used again and given up."""
         evicted: list[Key] = []
-        while len(evicted) < count:
+        while len(evicted) < len(missed):
             once, again = self._once.first(protected), self._again.first(protected)
-            from_once = again is None or (once is not None and len(self._once) > self._share)
+            over = len(self._once) - self._share
+            from_once = again is None or (once is not None and (over > 0 or (over == 0 and missed[len(evicted)])))
             key = once if from_once else again
             if key is None:
                 break
@@ -87,7 +101,11 @@ class S3Fifo(ByQueues):
 
     A small queue takes what is new, a tenth of the capacity. Its oldest block moves to the main queue where it was used
     more than once meanwhile, and is given up otherwise. In the main queue a used block goes round again, as often as it
-    was used, at most three times. A block that is asked for soon after it left the small queue goes to the main one.
+    was used, at most three times. A block that is stored again soon after it left the small queue goes to the main one:
+    as many of those are remembered as the main queue is to have.
+
+    The paper evicts from the small queue while that has a tenth of the capacity or more, whatever the main queue has;
+    here also where that has none to give up, as all its blocks are protected.
     """
 
     name = "s3fifo"
@@ -121,7 +139,7 @@ class S3Fifo(ByQueues):
         evicted: list[Key] = []
         while len(evicted) < count:
             small, main = self._small.first(protected), self._main.first(protected)
-            from_small = main is None or (small is not None and len(self._small) > self.capacity // 10)
+            from_small = main is None or (small is not None and 10 * len(self._small) >= self.capacity)
             key = small if from_small else main
             if key is None:
                 break
@@ -131,7 +149,7 @@ class S3Fifo(ByQueues):
                 self.lost(key)
                 evicted.append(key)
         self._take_back()
-        while len(self._gone) > self.capacity:
+        while 10 * len(self._gone) > 9 * self.capacity:
             self._gone.popitem(last=False)
         return evicted
 

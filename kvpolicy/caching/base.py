@@ -85,6 +85,11 @@ class CachingPolicy(ABC):
         """
         return self.evict(count, protected)
 
+    def _replacing(self, count: int, newcomers: Sequence[Key]) -> Sequence[Key]:
+        """Those of the newcomers for which ``count`` blocks are given up: the first ones take what room there is."""
+        first = min(max(0, len(newcomers) - count), max(0, self.capacity - len(self)))
+        return newcomers[first : first + count]
+
     def hold_began(self, key: Key) -> None:  # noqa: B027  # what is held is among the protected ones besides
         """Every eviction will have this block, there or not, among its ``protected`` ones, until :meth:`hold_ended`. So
         a policy may set it aside, instead of passing over it at each of them."""

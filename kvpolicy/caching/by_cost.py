@@ -22,10 +22,15 @@ MAX_CLASS = 4
 class Record:
     """What is known of a block."""
 
-    __slots__ = ("name", "position", "turn", "uses", "visit")
+    __slots__ = ("behind", "is_old", "name", "position", "turn", "uses", "visit")
 
     def __init__(self, position: int) -> None:
         self.position, self.uses, self.turn = position, 0, 0
+        self.behind = 0
+        """Blocks of the prompt that it was generated behind; 0 for one that a prompt has asked for, or an unknown one.
+        """
+        self.is_old = False
+        """Whether nothing is known of its prompt: it is taken for an old one."""
         self.name: Class = None
         self.visit: Visit
 
@@ -82,6 +87,8 @@ class ByCost(CachingPolicy):
         self._parent: dict[Key, Key | None] = {}
         self._children: dict[Key, int] = {}
         """Number of blocks there that continue a block, which need not be there itself."""
+        self._old_behind: dict[Key, Key] = {}
+        """By block, the last one there that continues it and is taken for an old one."""
         self._leaves: list[Key] = []
         self._leaf_at: dict[Key, int] = {}
 
@@ -107,33 +114,46 @@ class ByCost(CachingPolicy):
                 self._returns.returned(run[0].visit, run[0].name, len(run))
             counts[name] = counts.get(name, 0) + len(run)
             for record in run:
-                record.uses, record.name = uses, name
+                record.uses, record.name, record.behind, record.is_old = uses, name, 0, False
         visit = self._returns.visit(counts)
         for record in records:
             record.visit = visit
         self._trim(2 * REMEMBERED * self.capacity + len(chain))
 
     def extended(self, chain: Chain, asked: int) -> None:
-        """What a request has generated is of the turn, and the visit, of its prompt."""
+        """What a request has generated is of the turn, and the visit, of its prompt; of the last visit where its prompt
+        has no block, or was forgotten."""
+        if asked >= len(chain):
+            return
         prompt = self._known(chain[asked - 1]) if asked else None
         turn = 1 if prompt is None else prompt.turn
-        visit = self._returns.visit({}) if prompt is None else prompt.visit
-        name = class_of(turn, 1, asked)
+        visit = self._returns.latest if prompt is None else prompt.visit
         for position in range(asked, len(chain)):
             record = self._record(chain[position], position)
-            if not record.uses:
-                record.uses, record.name, record.visit = 1, name, visit
-                self._returns.join(visit, name)
-        record = self._record(chain[-1], len(chain) - 1)
+            if not record.uses or record.is_old:
+                self._generated(record, turn, visit, asked)
         record.turn = turn
 
+    def _generated(self, record: Record, turn: int, visit: Visit, behind: int) -> None:
+        """A block was generated in that turn, behind a prompt of so many blocks."""
+        if record.is_old:
+            self._returns.leave(record.visit, record.name)
+        record.uses, record.name, record.visit, record.is_old = 1, class_of(turn, 1, behind), visit, False
+        record.behind = behind
+        self._returns.join(visit, record.name)
+
     def _records(self, chain: Chain) -> list[Record]:
-        """Of each block, by :meth:`_record`, written out: a prompt may have many blocks."""
+        """Of each block, by :meth:`_record`, written out: a prompt may have many blocks. They are forgotten after all
+        others."""
         there, gone, records = self._there, self._gone, []
         for position, key in enumerate(chain):
-            record = there.get(key) or gone.get(key)
+            record = there.get(key)
             if record is None:
-                record = gone[key] = Record(position)
+                record = gone.get(key)
+                if record is None:
+                    record = gone[key] = Record(position)
+                else:
+                    gone.move_to_end(key)
             records.append(record)
         return records
 
@@ -153,18 +173,46 @@ class ByCost(CachingPolicy):
         before = self._known(chain[position - 1]) if position else None
         return position if before is None else before.position + 1
 
-    def _unasked(self, position: int) -> Record:
-        """Of a block that no prompt has asked for, or that was forgotten since: it is taken for an old one."""
-        record = Record(position)
-        name = class_of(1, 1, position + 1)
-        record.uses, record.name, record.visit = 1, name, self._returns.old_visit(name)
-        return record
+    def _unasked(self, record: Record, chain: Chain, position: int) -> None:
+        """A block was stored that no prompt has asked for, or that was forgotten since. It is taken for one that was
+        generated behind the block before it, and where nothing is known of that, for an old one, until that is stored,
+        too."""
+        before = self._known(chain[position - 1]) if position else None
+        if before is not None and not before.is_old:
+            self._continues(record, before)
+            return
+        if not record.is_old:
+            record.uses, record.name, record.is_old = 1, class_of(1, 1, record.position + 1), True
+            record.visit = self._returns.old_visit(record.name)
+        if position:
+            self._old_behind[chain[position - 1]] = chain[position]
+
+    def _continues(self, record: Record, before: Record) -> None:
+        """A block was generated behind that one, which ends its prompt or was generated itself."""
+        turn = before.turn or 1
+        self._generated(record, turn, before.visit, before.behind or before.position + 1)
+        record.turn = turn
+        if before.behind:
+            before.turn = 0
+
+    def _now_known(self, key: Key) -> None:
+        """What continues a block that is known now, and was taken for old ones, continues it."""
+        while (behind := self._old_behind.pop(key, None)) is not None:
+            record = self._there.get(behind)
+            if record is None or not record.is_old:
+                return
+            self._continues(record, self._there[key])
+            key = behind
 
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         for position in missing:
             key = chain[position]
-            record = self._gone.pop(key, None)
-            self._there[key] = self._unasked(self._place(chain, position)) if record is None else record
+            record = self._gone.pop(key) if key in self._gone else Record(self._place(chain, position))
+            self._there[key] = record
+            if record.is_old or not record.uses:
+                self._unasked(record, chain, position)
+            if not record.is_old:
+                self._now_known(key)
             parent = self._parent[key] = chain[position - 1] if position else None
             if not self._children.get(key):
                 self._add_leaf(key)
@@ -229,6 +277,8 @@ class ByCost(CachingPolicy):
         parent = self._parent.pop(key)
         if parent is None:
             return
+        if self._old_behind.get(parent) == key:
+            del self._old_behind[parent]
         self._children[parent] -= 1
         if not self._children[parent]:
             del self._children[parent]

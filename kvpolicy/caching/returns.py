@@ -56,13 +56,15 @@ class Returns:
         self._rates: Mapping[Class, Rates] = {}
         self._average = Rates(lambda: PRIOR)
         self._next_fit = 1
-        self._aging: dict[int, Visit] = {}
+        self.latest = Visit(0, {})
+        """That of the last prompt."""
+        self._aging: dict[int, Visit] = {0: self.latest}
         """Visits that have not reached the last level, by prompt."""
 
     def visit(self, blocks: dict[Class, int]) -> Visit:
         """A prompt asks for blocks of these classes. Call :meth:`returned` first for those asked for before."""
         self._prompts += 1
-        now = Visit(self._prompts, blocks)
+        now = self.latest = Visit(self._prompts, blocks)
         self._aging[now.at] = now
         for name, count in blocks.items():
             self._counts(self._reached, name)[0] += count
@@ -81,10 +83,17 @@ class Returns:
         self._counts(self._reached, name)[visit.level] += 1
 
     def old_visit(self, name: Class) -> Visit:
-        """A visit too long ago to be counted, of one block."""
-        visit = Visit(0, {name: 1})
+        """A visit of one block that has reached the last level."""
+        visit = Visit(0, {})
         visit.level = LEVELS - 1
+        self.join(visit, name)
         return visit
+
+    def leave(self, visit: Visit, name: Class) -> None:
+        """A block of class ``name`` is not of that visit, whose level it has joined at."""
+        visit.blocks[name] -= 1
+        reached = self._counts(self._reached, name)
+        reached[visit.level] = max(0.0, reached[visit.level] - 1)
 
     def returned(self, visit: Visit, name: Class, blocks: int = 1) -> None:
         """So many blocks of that visit, of class ``name``, are asked for again."""
@@ -112,7 +121,8 @@ class Returns:
     def _fit(self) -> None:
         returned, reached = _totals(self._returned), _totals(self._reached)
         pooled = [
-            (back + 10 * prior) / (there + 10) for back, there, prior in zip(returned, reached, PRIOR, strict=True)
+            min(1.0, (back + 10 * prior) / (there + 10))
+            for back, there, prior in zip(returned, reached, PRIOR, strict=True)
         ]
         self._average = Rates(lambda: pooled)
         rates = {}

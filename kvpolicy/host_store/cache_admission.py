@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeAlias
 
 from kvpolicy.caching.base import CachingPolicy
@@ -30,6 +30,10 @@ class CacheAdmission:
         """Whether those that a copy needed, and that are in slots already, stay for the cache."""
         self.worth_handing_on: Callable[[Hashable, int], bool] = lambda key, blocks: False
         """Whether a content is saved for a tier below, where the caching policy would rather keep what is there."""
+
+        self.in_order: Callable[[Sequence[Hashable]], Sequence[Hashable]] | None = None
+        """What is to be stored, those first that are to have room, each behind those that it continues; None: by their
+        places in their prompts."""
 
     def admitted(self, blocks: Iterable[HostBlock], cache: CachingPolicy) -> list[Placed]:
         """Those of the blocks that are saved for the cache if there is room."""

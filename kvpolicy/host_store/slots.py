@@ -419,6 +419,10 @@ class HostStore:
         held = self.cache.held(node.key for node, _ in wanted) if isinstance(self.cache, Hinted) else frozenset()
         # A hit needs what is before a block, too.
         wanted = sorted(wanted, key=lambda item: (item[0].key not in held, item[0].position))
+        if self.admission.in_order is not None:
+            order = self.admission.in_order([node.key for node, _ in wanted[len(held) :]])
+            place = {key: at for at, key in enumerate(order)}
+            wanted.sort(key=lambda item: place.get(item[0].key, -1))
         parents = {node.parent.key for node, _ in wanted if node.parent}
         self._make_room(len(held), parents)
         self._make_room(len(wanted), parents, [node.key for node, _ in wanted[len(held) :]])

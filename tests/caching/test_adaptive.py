@@ -29,6 +29,47 @@ def test_a_block_that_is_gone_moves_the_share_of_arc_once_however_often_it_is_as
     assert not policy._returning and "d" in policy._again
 
 
+def test_a_tie_of_arc_is_decided_by_what_room_is_made_for() -> None:
+    """Of two that were used once, which is their share, one goes for a block that was used again and given up."""
+    for newcomer, gone in (("x", "b"), ("r", "e")):
+        policy = Arc(4)
+        policy.stored("de", [0, 1])
+        policy.stored("ab", [0, 1])
+        policy.asked("ab", 2)
+        policy._share, policy._gone_again["r"] = 2.0, None
+        assert policy.make_room(1, (), [newcomer]) == [gone]
+
+
+def test_arc_remembers_no_more_than_the_paper_does_after_a_store() -> None:
+    """Those in the first list and those that have left it are as many as there may be blocks."""
+    policy = Arc(4)
+    for chain in "abcd":
+        serve(policy, chain)
+    policy.evict(4, ())
+    assert len(policy._gone_once) == 4
+    policy.stored("x", [0])
+    assert [*policy._gone_once] == ["b", "c", "d"]
+
+
+def test_s3fifo_evicts_from_the_small_queue_while_it_has_a_tenth() -> None:
+    policy = S3Fifo(20)
+    policy.stored("ab", [0, 1])
+    policy.asked("a", 1)
+    policy.asked("a", 1)
+    assert policy.evict(1, ()) == ["b"] and "a" in policy._small
+    policy.stored("xyz", [0, 1, 2])
+    assert policy.evict(1, ()) == ["z"] and "a" in policy._main
+    assert policy.evict(1, ()) == ["y"], "one of two is a tenth"
+    assert policy.evict(1, ()) == ["a"], "one of twenty is less"
+
+
+def test_s3fifo_remembers_as_many_as_its_main_queue_has() -> None:
+    policy = S3Fifo(10)
+    policy.stored([*range(10)], [*range(10)])
+    policy.evict(10, ())
+    assert [*policy._gone] == [*range(8, -1, -1)]
+
+
 def test_s3_fifo_gives_up_what_was_used_once_before_what_was_used_again() -> None:
     policy = S3Fifo(10)
     for chain in ("a", "b", "a", "a"):

@@ -162,11 +162,11 @@ def test_every_block_is_counted_with_the_last_prompt_that_asked_for_it() -> None
 
 
 def test_blocks_of_a_prompt_with_other_histories_are_counted_apart() -> None:
-    """Eight that a prompt asked for, two that were generated behind a part of it, and two that nobody asked for."""
+    """Eight that a prompt asked for, two that were generated behind a part of it, and two of which nothing is known."""
     policy, chain = ByCost(100), "abcdefghijkl"
     policy.asked(chain[:8], 0)
     policy.extended(chain[:10], 3)
-    policy.stored(chain, [10, 11])
+    policy.stored(Part(chain[10:], 10), [0, 1])
     visits = [record.visit for key in chain if (record := policy._known(key)) is not None]
     assert len({id(visit) for visit in visits}) == 3 and sum(sum(visit.blocks.values()) for visit in visits[9:]) == 12
     policy.asked(chain, 0)
@@ -187,3 +187,72 @@ def test_without_counts_it_gives_up_what_was_used_first_and_leaves_no_newcomer_o
     first_used = [key for chain in chains for key in reversed(chain)]
     assert policy.make_room(4, newcomers, newcomers) == first_used[:4]
     assert policy.evict(20, ()) == first_used[4:]
+
+
+def described(policy: ByCost, keys: str) -> list[tuple[object, ...]]:
+    """What is known of blocks, and by which of the visits that these have."""
+    records = [record for key in keys if (record := policy._known(key)) is not None]
+    visits = [*dict.fromkeys(id(record.visit) for record in records)]
+    return [(one.uses, one.name, one.turn, one.position, visits.index(id(one.visit))) for one in records]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [["cdef"], ["cd", "def"], ["def", "cd"], ["ef", "de", "cd"]],
+    ids=["at once", "in parts", "the end first", "the end first, one by one"],
+)
+def test_what_was_generated_is_of_its_prompt_whether_that_is_said_or_not(parts: list[str]) -> None:
+    """Files hear of prompts and of what is stored alone, in parts that begin with the block before."""
+    said, unsaid = ByCost(20), ByCost(20)
+    for policy in (said, unsaid):
+        policy.asked("ab", 0)
+        policy.asked("abc", 0)
+        policy.stored("abc", [0, 1, 2])
+        policy.asked("xy", 0)
+    said.extended("abcdef", 3)
+    said.stored("abcdef", [3, 4, 5])
+    for part in parts:
+        unsaid.stored(Part(part, "abcdef".index(part[0])), range(1, len(part)))
+    assert described(said, "abcdefxy") == described(unsaid, "abcdefxy")
+    levels = [sum(map(sum, policy._returns._reached.values())) for policy in (said, unsaid)]
+    assert levels[0] == levels[1], "as many blocks have reached each age"
+    for policy in (said, unsaid):
+        policy.asked("abcdefg", 6)
+    assert described(said, "abcdefgxy") == described(unsaid, "abcdefgxy")
+
+
+def test_a_block_whose_prompt_is_known_only_when_it_is_stored_again_is_of_it_then() -> None:
+    policy = ByCost(20)
+    policy.stored(Part("bc", 1), [1])
+    policy.lost("c")
+    assert not policy._old_behind
+    policy.asked("ab", 0)
+    policy.stored("abc", [0, 1, 2])
+    _, visit, last = [record.visit for key in "abc" if (record := policy._known(key)) is not None]
+    assert visit is last and sum(visit.blocks.values()) == 3
+
+
+def test_a_block_that_is_asked_for_all_the_time_is_not_forgotten() -> None:
+    """It is not stored, as where the device has it: others that are gone are forgotten before it."""
+    policy = ByCost(4)
+    for number in range(200):
+        policy.asked(["system", f"{number} a", f"{number} b"], 0)
+    assert policy._gone["system"].uses == 200
+    long = [f"long {block}" for block in range(100)]
+    policy.asked(long, 0)
+    policy.asked(long, 0)
+    assert all(policy._gone[key].uses == 2 for key in long) and len(policy._gone) <= 2 * 4 * 4 + 100
+
+
+@pytest.mark.parametrize("asked", [2, 3, 0])
+def test_nothing_that_was_generated_is_no_visit_and_leaves_no_record(asked: int) -> None:
+    """Of a prompt that was forgotten, and of one below a block, of which what is generated is of the last visit."""
+    policy = ByCost(10)
+    policy.asked("xy", 0)
+    policy.extended("ab" if asked else "", asked)
+    assert policy._returns._prompts == 1 and len(policy._gone) == 2
+    policy.extended("pq", 0)
+    assert policy._returns._prompts == 1 and policy._gone["p"].visit is policy._gone["x"].visit
+    policy.stored("ab", [0, 1])
+    policy.asked("ab", 2)
+    policy.evict(4, ())

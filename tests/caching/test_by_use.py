@@ -11,7 +11,7 @@ import pytest
 
 from kvpolicy.caching.adaptive import Arc, S3Fifo
 from kvpolicy.caching.base import CachingPolicy, Part
-from kvpolicy.caching.by_use import Lfu, Lru
+from kvpolicy.caching.by_use import REMEMBERED, Lfu, Lru
 
 POLICIES: Sequence[Callable[[int], CachingPolicy]] = (Lru, Lfu, Arc, S3Fifo)
 
@@ -70,6 +70,81 @@ def test_the_least_frequently_used_goes_and_is_counted_anew_when_it_returns() ->
     policy = Lfu(3)
     assert [serve(policy, chain) for chain in ("a", "a", "b", "b", "c", "d")] == ["", "", "", "", "", "c"]
     assert serve(policy, "c") == "d" and serve(policy, "e") == "c"
+
+
+@pytest.mark.parametrize("kind", [Lru, Lfu])
+def test_what_is_stored_long_after_it_was_asked_for_is_as_old_as_that(kind: type[Lru | Lfu]) -> None:
+    """As in host memory, which has blocks when the device loses them: others were asked for and stored meanwhile."""
+    policy = kind(4)
+    policy.asked("ab", 0)
+    for chain in ("cd", "e"):
+        policy.asked(chain, 0)
+    policy.stored("cd", [0, 1])
+    policy.stored("ab", [0, 1])
+    assert policy.evict(4, ()) == ["b", "a", "d", "c"]
+
+
+@pytest.mark.parametrize("kind", [Lru, Lfu])
+@pytest.mark.parametrize("order", [(2, 3, 4), (4, 3, 2)], ids=["first ones first", "last ones first"])
+def test_what_a_later_turn_adds_goes_before_the_prefix_that_it_continues(
+    kind: type[Lru | Lfu], order: tuple[int, ...]
+) -> None:
+    """Two blocks of the first turn are there; an answer and a question come after another prompt, a block at a time."""
+    policy = kind(8)
+    policy.asked("ab", 0)
+    policy.stored("ab", [0, 1])
+    policy.extended("abcd", 2)
+    policy.asked("abcde", 2)
+    for other in "xyz":
+        policy.asked(other, 0)
+    for position in order:
+        policy.stored("abcde", [position])
+    policy.stored("z", [0])
+    assert policy.evict(5, "z") == ["e", "d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize("kind", [Lru, Lfu])
+def test_what_was_generated_is_as_old_as_its_prompt_and_no_younger_than_what_it_continues(
+    kind: type[Lru | Lfu],
+) -> None:
+    """Also where nobody has said that it was generated, as in files."""
+    for says in (True, False):
+        policy = kind(8)
+        policy.asked("ab", 0)
+        policy.stored("ab", [0, 1])
+        if says:
+            policy.extended("abcd", 2)
+        policy.asked("xy", 0)
+        policy.stored("xy", [0, 1])
+        policy.stored("abcd", [2, 3])
+        assert policy.evict(6, ()) == ["d", "c", "b", "a", "y", "x"], says
+
+
+@pytest.mark.parametrize("kind", [Lru, Lfu])
+def test_the_last_use_is_remembered_of_a_block_that_is_given_up_or_lost(kind: type[Lru | Lfu]) -> None:
+    policy = kind(3)
+    for chain in "abc":
+        serve(policy, chain)
+    policy.lost("a")
+    assert policy.evict(1, ()) == ["b"]
+    policy.stored("b", [0])
+    policy.stored("a", [0])
+    assert policy.evict(3, ()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", [Lru, Lfu])
+def test_the_uses_that_are_remembered_are_bounded_and_those_of_the_last_prompt_are_among_them(
+    kind: type[Lru | Lfu],
+) -> None:
+    policy, long = kind(3), [f"long {block}" for block in range(40)]
+    for number in range(1000):
+        policy.asked([f"{number} {block}" for block in range(3)], 0)
+    assert len(policy._absent) <= REMEMBERED * 3 + 3
+    policy.asked(long, 0)
+    policy.extended([*long, "answer"], len(long))
+    assert all(policy._last_use(key) == 1001 for key in [*long, "answer"])
+    policy.lost("nobody")
+    assert len(policy._absent) <= REMEMBERED * 3
 
 
 @pytest.mark.parametrize("kind", [Lru, Lfu])

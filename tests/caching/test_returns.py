@@ -129,3 +129,32 @@ def test_with_many_counts_it_does_not_matter_what_was_assumed(monkeypatch: pytes
             visits.append(returns.visit({"a": 40}))
         rates.append([returns.rate(visits[-1 - age], "a") for age in (0, 5, 9)])
     assert rates[0] == pytest.approx(rates[1], rel=0.001)
+
+
+def test_no_more_blocks_return_than_reach_an_age() -> None:
+    """Blocks of an old visit count as having reached the last level: without that the share of all classes that return
+    there would be more than 1, and so would what a rate is made of."""
+    returns = Returns()
+    for _ in range(4 * FIT_EVERY):
+        old = returns.old_visit("a")
+        returns.returned(old, "a")
+        returns.visit({"b": 1})
+    last = LEVELS - 1
+    assert returns._reached["a"][last] == returns._returned["a"][last] == 4 * FIT_EVERY
+    highest = best_rate([*[0.0] * last, 1.0], last)
+    assert 0.0 < returns._average[last] <= highest and 0.0 < returns.rate(old, "a") <= highest
+
+
+def test_a_block_that_leaves_a_visit_has_not_reached_its_level() -> None:
+    returns = Returns()
+    old = returns.old_visit("a")
+    returns.leave(old, "a")
+    assert sum(returns._reached["a"]) == 0.0 and not any(old.blocks.values())
+
+
+def test_the_share_of_all_classes_is_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was counted."""
+    monkeypatch.setattr(module, "_totals", lambda table: [100.0 if table is returns._returned else 1.0] * LEVELS)
+    returns = Returns()
+    returns.visit({"a": 1})
+    assert [*returns._average._find_shares()] == [1.0] * LEVELS

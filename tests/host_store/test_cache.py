@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.caching import KINDS, ByCost, Hinted, Lru
+from kvpolicy.caching import KINDS, ByCost, Foreseen, Hinted, Lru
 from kvpolicy.caching.base import CachingPolicy
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
@@ -103,6 +103,17 @@ def test_a_content_that_is_still_on_the_device_is_saved_again_after_it_was_evict
     serve(store, "a", 30)  # it came back to the device
     assert keys(store.lost(serve(store, "x", 20))) == ["x"] and store.lookup(["a"]) == 0
     assert keys(store.lost([30])) == ["a"] and store.lookup(["a"]) == 1
+
+
+def test_what_is_needed_most_has_the_slots_whatever_its_position() -> None:
+    """Of two prompts that the device loses together the second is asked for again; a slot is unused, two are not."""
+    soon = chain("xyz")
+    store = HostStore(3, Foreseen(3, [soon]))
+    assert isinstance(store.cache, Foreseen)
+    store.admission.in_order = store.cache.in_order
+    store.lost(serve(store, "mn", 40))
+    lost = [*serve(store, "abc", 10), *serve(store, "xyz", 20)]
+    assert keys(store.lost(lost)) == soon and store.lookup(soon) == 3
 
 
 def test_one_that_is_stored_is_not_saved_twice() -> None:

@@ -51,10 +51,6 @@ class FileTier:
         """A new request has this prompt."""
         self._policy.asked(chain, self.lookup(chain))
 
-    def extended(self, chain: Chain, asked: int) -> None:
-        """See :meth:`kvpolicy.caching.CachingPolicy.extended`."""
-        self._policy.extended(chain, asked)
-
     def hinted(self, chain: Chain, hints: Hints, client: Client, request: Hashable = None, over: bool = False) -> None:
         """See :meth:`kvpolicy.caching.Hinted.hinted`; without effect where the policy heeds none."""
         if isinstance(self._policy, Hinted):
@@ -69,6 +65,10 @@ class FileTier:
                 break
             count += 1
         return count
+
+    def has(self, key: Key) -> bool:
+        """Whether a block can be read."""
+        return self.lookup((key,)) == 1
 
     def write(self, chain: Chain, position: int) -> None:
         """A block of the chain leaves host memory: write it, unless it is there, or it would be computed rather than
@@ -129,8 +129,7 @@ class Demoting(CachingPolicy):
         self._files.asked(chain)
 
     def extended(self, chain: Chain, asked: int) -> None:
-        self._above.extended(chain, asked)
-        self._files.extended(chain, asked)
+        self._above.extended(chain, asked)  # files learn of a block's prompt from the block before it, as a server's
 
     def stored(self, chain: Chain, missing: Sequence[int]) -> None:
         self._above.stored(chain, missing)

@@ -46,6 +46,10 @@ class HostPool:
         self.load_share = 1.0
         """Share of what is lacking, or of what a prompt finds, that is loaded, in blocks from the front; the rest is
         computed."""
+        self.on_served: Callable[[Sequence[int]], None] = lambda prompt: None
+        """Called with the keys of a prompt that has what it found, where a caching policy wants to know."""
+        self.in_files: Callable[[int], bool] = lambda key: False
+        """Whether files have the block with this key."""
         self.loads_hit: Callable[[LiveRequest, int, int], bool] = lambda live, total_tokens, local: True
         """Whether a request loads what host memory has of its tokens beyond the local hit, without a copy of its own.
         """
@@ -118,6 +122,15 @@ class HostPool:
         if self._caching:
             self._store.asked(self._keys_of(live, live.request.prompt_tokens // self._block_size))
 
+    def served(self, live: LiveRequest) -> None:
+        """A request is admitted for the first time. It goes on holding what it has found."""
+        if self._caching:
+            self.on_served(self._keys_of(live, live.request.prompt_tokens // self._block_size))
+
+    def store_in_order(self, in_order: Callable[[Sequence[Hashable]], Sequence[Hashable]]) -> None:
+        """See :attr:`kvpolicy.host_store.Admission.in_order`."""
+        self._admission.in_order = in_order
+
     def given_back(self, live: LiveRequest) -> None:
         """A request is about to give its blocks back to the device, which may lose them from now on."""
         self._watch(live, self._keys_of(live, live.cached))
@@ -128,8 +141,20 @@ class HostPool:
         self._store.watch(chain, dict(enumerate(live.keyed_blocks[: len(chain)])))
 
     def hit_tokens(self, live: LiveRequest, local: int) -> int:
-        """Tokens that host memory has beyond the local hit, of a request without a copy of its own."""
-        return len(self._hit(live, local)[0]) * self._block_size if self._caching else 0
+        """Tokens that host memory has beyond the local hit, of a request without a copy of its own, whatever share of
+        them is loaded."""
+        return self._store.lookup(self._missing(live, local)) * self._block_size if self._caching else 0
+
+    def file_tokens(self, live: LiveRequest, local: int) -> int:
+        """Tokens beyond those that were read from files for it, or are there now."""
+        if not self._caching:
+            return 0
+        read, count = frozenset(live.staged), 0
+        for key in self.beyond_host(live, local):
+            if key not in read and not self.in_files(key):
+                break
+            count += 1
+        return count * self._block_size
 
     def beyond_host(self, live: LiveRequest, local: int) -> list[int]:
         """Keys of the blocks that the device and host memory lack of what it has to compute. The last token is always

@@ -87,8 +87,6 @@ class LiveRequest:
     """What counts the requests of its class."""
     asked_files: bool = False
     """Whether it has looked for its blocks in files."""
-    file_blocks: int = 0
-    """Number of them that it found there, behind those on the device and in host memory."""
     staged: Sequence[int] = ()
     """Keys of those that are read, or being read, for it."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
-from kvpolicy.caching import CachingPolicy, Hinted
+from kvpolicy.caching import CachingPolicy, Foreseen, Hinted
 from kvpolicy.caching import spec as caching
 from kvpolicy.cost.block_price import read_first
 from kvpolicy.request_marks import Client
@@ -44,8 +45,8 @@ class HintedPool(HostPool):
                 self._files.hinted(chain, hints, client, live.number, over)
 
 
-MakeCaching = Callable[[int], CachingPolicy]
-"""Makes a caching policy for so many blocks."""
+MakeCaching = Callable[[int, caching.Price], CachingPolicy]
+"""Makes a caching policy for so many blocks, which each save what that says by their index in a prompt."""
 
 
 def host_pool(
@@ -65,9 +66,10 @@ def host_pool(
         return HostPool(server), None
     above = caching.load(cache.policy, server.host_blocks, price, allow_python=True)
     if made is not None:
-        above = made(server.host_blocks)
+        above = made(server.host_blocks, price)
     if above is None:
         return HostPool(server), None
+    foreseen = above if isinstance(above, Foreseen) else None
     files = None
     if cache.file_blocks:
         read = read_first(price, server.block_bytes / cache.file_bytes_per_s)
@@ -76,8 +78,12 @@ def host_pool(
         files = FileTier(cache, server.block_bytes, Hinted(below, clock, server.block_size, cache.hints))
         above = Demoting(above, files)
     copies = HintedPool(server, Hinted(above, clock, server.block_size, cache.hints), pool, files)
+    if foreseen is not None:
+        copies.on_served = foreseen.served
+        copies.store_in_order(foreseen.in_order)
     if files is not None:
         copies.hand_on_where(files.takes)
+        copies.in_files = files.has
     pool.given_back = copies.given_back
     return copies, files
 
@@ -88,6 +94,8 @@ class FileReads:
     def __init__(self, server: Server, files: FileTier | None, pool: Pool, copies: HostPool) -> None:
         self._block_size, self._files, self._pool, self._copies = server.block_size, files, pool, copies
         self._ends_s: dict[LiveRequest, float] = {}
+        self._coming: dict[int, float] = {}
+        """When the read of each block that is being read ends."""
         self.worth: Callable[[LiveRequest, int, int, float], bool] = lambda live, total_tokens, local, read_s: True
         """Whether a request of so many tokens, of which so many are on the device and in host memory, reads for so many
         seconds what it has in files."""
@@ -105,10 +113,14 @@ class FileReads:
         ended = [live for live, end_s in self._ends_s.items() if end_s <= now_s]
         for live in ended:
             del self._ends_s[live]
+            for key in live.staged:
+                if self._coming.get(key, inf) <= now_s:
+                    del self._coming[key]
         return bool(ended)
 
     def delays(self, live: LiveRequest) -> bool:
-        """Whether a request that could be admitted waits for a read, which begins when this is asked first."""
+        """Whether a request that could be admitted waits for a read, which begins when this is asked first. What is
+        being read for another one is not read again."""
         files = self._files
         if files is None:
             return False
@@ -120,11 +132,16 @@ class FileReads:
         local = len(self._pool.hits(live)) * self._block_size
         keys = self._copies.beyond_host(live, local)
         keys = keys[: files.lookup(keys)]
-        live.file_blocks = len(keys)
+        if not keys:
+            return False
+        unread = [key for key in keys if key not in self._coming]
+        read_s = files.read_s(len(unread)) if unread else max(map(self._coming.__getitem__, keys)) - files.now_s
         before = local + self._copies.hit_tokens(live, local)
         # Beside going on with what host memory has: that can be loaded without waiting for a file.
-        if not keys or not self.worth(live, before + len(keys) * self._block_size, before, files.read_s(len(keys))):
+        if not self.worth(live, before + len(keys) * self._block_size, before, read_s):
             return False
+        if unread:
+            self._coming |= dict.fromkeys(unread, files.read(len(unread)))
         live.staged = keys
-        self._ends_s[live] = files.read(len(keys))
+        self._ends_s[live] = files.now_s + read_s
         return True

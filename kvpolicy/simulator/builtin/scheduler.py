@@ -276,6 +276,7 @@ class Scheduler:
             self.pool.adopt(live, demand.hits)
             if not live.preemptions:
                 self._count_hits(live, demand)
+                self._copies.served(live)
         if demand.missing_blocks:
             self.pool.grow(live, demand.missing_blocks)
         live.computed = demand.computed
@@ -292,7 +293,7 @@ class Scheduler:
     def _count_hits(self, live: LiveRequest, demand: Demand) -> None:
         """Count what a request that is admitted for the first time finds of its prompt."""
         local = len(demand.hits) * self._server.block_size
-        host, files = self._copies.hit_tokens(live, local), live.file_blocks * self._server.block_size
+        host, files = self._copies.hit_tokens(live, local), self._copies.file_tokens(live, local)
         live.tally.hits.admitted(live.request.prompt_tokens, local, host, files, demand.load_tokens)
 
     def demand(self, live: LiveRequest, budget: int) -> Demand:

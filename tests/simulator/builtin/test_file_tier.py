@@ -15,6 +15,7 @@ from kvpolicy.simulator import LowerTiers
 from kvpolicy.simulator.builtin.blocks import pool_for
 from kvpolicy.simulator.builtin.file_tier import Demoting, FileTier
 from kvpolicy.simulator.builtin.lower_tiers import host_pool
+from kvpolicy.workload import Workload
 from tests.simulator.builtin.test_lower_tiers import BYTES, SERVER, run, talks
 
 CACHE = LowerTiers("lru", file_blocks=8, file_bytes_per_s=1e6, file_latency_s=0.001, file_queue_blocks=3)
@@ -223,3 +224,33 @@ def test_a_read_that_takes_longer_than_computing_and_loading_is_not_begun() -> N
     together = replace(work, requests=(*work.requests[:5], replace(work.requests[5], arrival_s=4.0)))
     alone, behind = (run(one, server, spec=priced).summary.prefix_hits for one in (work, together))
     assert alone.loaded_tokens == alone.host_tokens + alone.file_tokens > behind.loaded_tokens > 0
+
+
+def at_one_time(*ids: int) -> Workload:
+    """The last two prompts of :func:`talks` come together, each of a class of its own."""
+    work = talks(*ids)
+    first, second = work.requests[-2:]
+    together = replace(first, class_name="first"), replace(second, arrival_s=first.arrival_s, class_name="second")
+    return replace(work, requests=(*work.requests[:-2], *together))
+
+
+@pytest.mark.parametrize("host_blocks", [6, 9, 12])
+def test_of_equal_prompts_at_one_time_none_finds_more_than_it_has(host_blocks: int) -> None:
+    """Both wait for files, and the second finds on the device what the first has loaded by then."""
+    server = replace(SERVER, host_blocks=host_blocks, cache=replace(CACHE, file_blocks=40, file_queue_blocks=40))
+    classes = run(at_one_time(1, 2, 3, 4, 1, 1), server).summary.classes
+    for name in ("first", "second"):
+        hits = classes[name].prefix_hits
+        assert 0 < hits.found_tokens <= 80, name
+
+
+def test_what_is_read_for_one_request_is_not_read_again_for_another_one() -> None:
+    """A block takes 0.1 s to read: both prompts have their first token when one read has ended, and not two."""
+    cache = replace(CACHE, file_blocks=40, file_bytes_per_s=1e4, file_queue_blocks=40)
+    server = replace(SERVER, device_blocks=14, host_blocks=6, cache=cache)
+    alone, two = (run(work, server) for work in (talks(1, 2, 3, 4, 5, 1), at_one_time(1, 2, 3, 4, 5, 1, 1)))
+    assert alone.summary.prefix_hits.file_tokens > 0
+    assert alone.trace is not None and two.trace is not None
+    (once,) = [row["first_token_s"] for row in alone.trace.rows("requests") if row["request"] == "5"]
+    both = [row["first_token_s"] for row in two.trace.rows("requests") if row["request"] in ("5", "6")]
+    assert both == pytest.approx([once, once], abs=0.02), "five blocks take half a second to read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,8 @@ from kvpolicy.host_store.copy_queues import MAX_SAVE_BACKLOG_S
 from kvpolicy.prefix_hits import PrefixHits
 from kvpolicy.simulator import Link, LowerTiers, MemorySink, Run, Server
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy.simulator.builtin.blocks import shared_keys
+from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
+from kvpolicy.simulator.builtin.lower_tiers import host_pool
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.workload import Request, Workload
 from tests.priced import Priced
@@ -58,9 +60,9 @@ def test_a_prompt_that_the_device_has_lost_is_loaded() -> None:
 
 @pytest.mark.parametrize(("share", "tokens"), [(0.6, 48), (0.0, 0)])
 def test_a_share_of_what_a_prompt_finds_is_loaded(share: float, tokens: int) -> None:
-    """Of five blocks three, from the front."""
+    """Of five blocks three, from the front; all five were found."""
     result = run(talks(1, 2, 3, 1), simulator=Builtin(load_share=share))
-    assert result.summary.prefix_hits == PrefixHits(4 * 96, 0, tokens, 0, tokens)
+    assert result.summary.prefix_hits == PrefixHits(4 * 96, 0, 80, 0, tokens)
     assert result.trace is not None
     loads = [row for row in result.trace.rows("transfers") if row["direction"] == "load"]
     assert [row["bytes"] for row in loads] == [tokens // BLOCK * BYTES] * bool(tokens)
@@ -110,8 +112,25 @@ def test_host_memory_holds_what_its_policy_keeps() -> None:
     work, server = talks(1, 2, 3, 4, 1), replace(SERVER, host_blocks=6)
     assert run(work, server).summary.prefix_hits.host_tokens < 80
     chains = [shared_keys(request, BLOCK)[:6] for request in work]
-    known = Builtin(caching=lambda capacity: Foreseen(capacity, chains))
+    known = Builtin(caching=lambda capacity, price: Foreseen(capacity, chains))
     assert run(work, server, simulator=known).summary.prefix_hits.host_tokens == 80
+
+
+def test_what_knows_the_prompts_to_come_hears_when_each_is_served_and_of_the_price() -> None:
+    """Host memory gets what it would rather have, whatever the positions are."""
+    work, made = talks(1, 2, 3, 4, 1, 2), list[Foreseen]()
+    chains = [shared_keys(request, BLOCK)[:6] for request in work]
+
+    def make(capacity: int, price: Callable[[int], float]) -> Foreseen:
+        made.append(Foreseen(capacity, chains, price))
+        return made[-1]
+
+    server = replace(SERVER, host_blocks=8)
+    run(work, server, simulator=Builtin(caching=make))
+    (policy,) = made
+    assert policy._served == 6 and not any(policy._uses.values()) and len(policy) == 8
+    copies, _ = host_pool(server, lambda index: 1.0, pool_for(10, BLOCK, True), lambda: 0.0, make)
+    assert copies._admission.in_order == made[-1].in_order and copies.on_served == made[-1].served
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
