@@ -80,7 +80,7 @@ def test_the_raw_numbers_are_those_of_both_runs_of_every_trace() -> None:
     assert {count for some in draws.values() for count in some.values()} == {6}
     settings = [held[name]["settings"] for name in ("judged", "held-out")]
     assert [one.pop("parts") for one in settings] == [1, 4] and settings[0] == settings[1]
-    assert settings[0]["cost_model"] is None and set(settings[0]["versions"]) == {"kvpolicy", "python", "numpy"}
+    assert settings[0]["cost_model"] is None and set(settings[0]["versions"]) == {"kvpolicy", "code", "python", "numpy"}
 
 
 def test_the_parts_of_traces_are_named() -> None:
