@@ -80,7 +80,7 @@ def test_the_raw_numbers_are_those_of_both_runs_of_every_trace() -> None:
     assert {count for some in draws.values() for count in some.values()} == {6}
     settings = [held[name]["settings"] for name in ("judged", "held-out")]
     assert [one.pop("parts") for one in settings] == [1, 4] and settings[0] == settings[1]
-    assert settings[0]["cost_model"] is None and set(settings[0]["versions"]) == {"kvpolicy", "python", "numpy"}
+    assert settings[0]["cost_model"] is None and set(settings[0]["versions"]) == {"kvpolicy", "code", "python", "numpy"}
 
 
 def test_the_parts_of_traces_are_named() -> None:
@@ -107,7 +107,8 @@ def test_the_interval_at_a_glance_is_that_of_the_page() -> None:
 def test_the_raw_numbers_of_the_study_have_what_its_tables_show() -> None:
     held = json.loads(TABLES.STUDY_RAW.read_text())
     assert TABLES.text_of(held) == TABLES.STUDY_RAW.read_text() and rounded(held) == held
-    assert held["settings"]["keep"] == 600.0 and set(held["settings"]["versions"]) == {"kvpolicy", "python", "numpy"}
+    versions = held["settings"]["versions"]
+    assert held["settings"]["keep"] == 600.0 and set(versions) == {"kvpolicy", "code", "python", "numpy"}
     assert all(set(run["found"]) == set(TABLES.FIGURES) for run in held["rows"])
     assert all(run["found"]["requests"] == run["arm"]["count"] for run in held["rows"])
 

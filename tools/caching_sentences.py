@@ -261,7 +261,9 @@ def files(raw: Raw) -> Iterator[str]:
     alone = {cache: study.over_none(SHAREGPT, cache).value for cache in (*POLICIES, HINDSIGHT)}
     best = min(alone[cache] for cache in POLICIES)
     yield f"{alone[HINDSIGHT]:.3f} of that without a cache, where the best policy takes {best:.3f}"
-    arms = [(requests, other) for requests in RECORDED for other in ({}, FILES) if (requests, other) != (AGENTIC, FILES)]
+    arms = [
+        (requests, other) for requests in RECORDED for other in ({}, FILES) if (requests, other) != (AGENTIC, FILES)
+    ]
     worse = [
         study.ttft_s(requests, HINDSIGHT, **other) > study.ttft_s(requests, cache, hints=hints, **other)
         for requests, other in arms
