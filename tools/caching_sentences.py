@@ -264,13 +264,17 @@ def files(raw: Raw) -> Iterator[str]:
     arms = [
         (requests, other) for requests in RECORDED for other in ({}, FILES) if (requests, other) != (AGENTIC, FILES)
     ]
-    worse = [
-        study.ttft_s(requests, HINDSIGHT, **other) > study.ttft_s(requests, cache, hints=hints, **other)
+    faster = [
+        (requests, cache, hints)
         for requests, other in arms
         for cache in POLICIES
         for hints in (NONE, SESSIONS, HINDSIGHT)
+        if study.ttft_s(requests, HINDSIGHT, **other) > study.ttft_s(requests, cache, hints=hints, **other)
     ]
-    yield so("In this table nothing takes less time", not any(worse))
+    only, own = [(AGENTIC, "cost", HINDSIGHT)], study.over_none(AGENTIC, "cost", hints=HINDSIGHT, load=1.2).value
+    known = study.over_none(AGENTIC, HINDSIGHT, load=1.2).value
+    yield so("In this table only agentic sessions by `cost` take less time with hints in hindsight", faster == only)
+    yield f"take less time with hints in hindsight ({own:.3f} beside {known:.3f})"
     foreseen, lru_s = (study.over_none(SHAREGPT, cache, **FILES).value for cache in (HINDSIGHT, "lru"))
     yield f"takes {foreseen:.3f} of the time with ShareGPT's conversations, where `lru` in both takes {lru_s:.3f}"
     foreseen, lru_s = (study.over_none(MOONCAKE, cache, **FILES).value for cache in (HINDSIGHT, "lru"))
