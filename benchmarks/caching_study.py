@@ -53,7 +53,8 @@ from kvpolicy.caching import spec as caching
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.order import Order
-from kvpolicy.simulator import Builtin, Summary
+from kvpolicy.policy import Policy
+from kvpolicy.simulator import Builtin, DecisionObserver, Summary, Victims
 from kvpolicy.simulator.builtin.blocks import shared_keys
 from kvpolicy.simulator.builtin.lower_tiers import MakeCaching
 from kvpolicy.stats import student_ratio
@@ -120,21 +121,32 @@ class Setting:
     link: str = NATIVE
     load_share: float = 1.0
     order: str | Order = FCFS
+    kv_blocks: int = KV_BLOCKS
+    """Of the device."""
 
-    def summary(self, work: Workload, cache: str) -> Summary:
-        """The run with that cache, which is a caching policy, :data:`NONE` or :data:`HINDSIGHT`."""
+    def summary(
+        self,
+        work: Workload,
+        cache: str,
+        deciding: Callable[[Policy], Policy] = lambda policy: policy,
+        victims: Victims | None = None,
+        on_decision: DecisionObserver | None = None,
+    ) -> Summary:
+        """The run with that cache, which is a caching policy, :data:`NONE` or :data:`HINDSIGHT`. ``deciding``: what
+        decides in place of the policy; ``victims``, ``on_decision``: as of the simulator."""
         named = {NONE: caching.OFF, HINDSIGHT: "lru"}.get(cache, cache)
         file_gib = 0.0 if cache == NONE else self.file_gib
         serving = Serving(
             block_size=BLOCK, host_gib=self.host_gib, host_cache=named, file_gib=file_gib, file_link=self.file_link,
             order=self.order,
         ).on(DEVICE)  # fmt: skip
-        cell = Cell(work.name, self.policy, KV_BLOCKS, self.link, 0, f"{DEVICE}:{self.config}", serving=serving)
+        cell = Cell(work.name, self.policy, self.kv_blocks, self.link, 0, f"{DEVICE}:{self.config}", serving=serving)
         machine = machine_of(cell)
         policy, _ = policy_of(cell)
-        simulator = Builtin(load_share=self.load_share)
+        server, times = server_of(cell, machine), times_of(cell, machine)
+        simulator, policy = Builtin(load_share=self.load_share, victims=victims), deciding(policy)
         if cache != HINDSIGHT:
-            return simulator.run(work, policy, server_of(cell, machine), times_of(cell, machine)).summary
+            return simulator.run(work, policy, server, times, on_decision=on_decision).summary
         chains = [
             shared_keys(request, BLOCK)[: request.prompt_tokens // BLOCK]
             for request in sorted(work, key=lambda request: request.arrival_s)
@@ -143,10 +155,7 @@ class Setting:
             lambda capacity, price: Foreseen(capacity, chains),
             lambda capacity, price: Foreseen(capacity, chains, price),
         )
-        found = [
-            replace(simulator, caching=make).run(work, policy, server_of(cell, machine), times_of(cell, machine))
-            for make in makers
-        ]
+        found = [replace(simulator, caching=make).run(work, policy, server, times) for make in makers]
         return min((one.summary for one in found), key=lambda summary: summary.ttft_s.mean)
 
     def at_load(self, work: Workload, load: float) -> Workload:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,8 +22,10 @@ import pytest
 
 from kvpolicy.cost.intervals import unbounded
 from kvpolicy.events import Option
+from kvpolicy.policy import NoState
 from kvpolicy.trace import Trace, from_rows, with_core
-from tests.synthetic import fitted_model, make_trace
+from tests.priced import Priced
+from tests.synthetic import fitted_model, make_trace, options_for, situation
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = os.pathsep.join(map(str, (ROOT, ROOT / "integrations")))
@@ -873,19 +876,26 @@ def test_caching_study_compares_hints_beyond_capacity_and_goes_on_where_it_stopp
     assert "'s4fifo': should be of lru" in run(*command[:7], "--policies", "s4fifo").stderr
 
 
-def test_orders_by_hints_are_those_by_classes(tmp_path: Path) -> None:
-    """And what the page has is what the raw numbers come to."""
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    """A folder with the lengths of thirty conversations of three turns."""
     (tmp_path / "lengths").mkdir()
     rows = "".join(f"{500 * turn + talk},{100 + talk}\n" for talk in range(30) for turn in (1, 2, 3))
     table = gzip.compress(b"prompt_tokens,output_tokens\n" + rows.encode())
     (tmp_path / "lengths" / "sharegpt_made.csv.gz").write_bytes(table)
-    asked = ("orders_hints.py", "--data", str(tmp_path), "--requests", "40", "--seeds", "2", "--load", "1.2")
-    done, again = (run(*asked, "--json", str(tmp_path / "out")) for _ in range(2))
+    return tmp_path
+
+
+def test_orders_by_hints_are_those_by_classes(talks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the page has is what the raw numbers come to."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    asked = ("orders_hints.py", "--data", str(talks), "--requests", "40", "--seeds", "2", "--load", "1.2")
+    done, again = (run(*asked, "--json", str(talks / "out")) for _ in range(2))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == again.stdout and len(json.loads((tmp_path / "out").read_text())["rows"]) == 20
+    assert done.stdout == again.stdout and len(json.loads((talks / "out").read_text())["rows"]) == 20
     lines = [line.split()[3:] for line in done.stdout.splitlines()[1:]]
     assert len(lines) == 10 and lines[3] == lines[4] and lines[8] == lines[9]
-    assert "has no lengths/sharegpt" in run(*asked[:2], str(tmp_path / "none")).stderr
+    assert "has no lengths/sharegpt" in run(*asked[:2], str(talks / "none")).stderr
     orders, page = import_module("orders_hints"), (ROOT / "docs" / "requests.md").read_text()
     found = orders.Results(import_module("row_file").RowFile.read(ROOT / "docs" / "orders-hints.json", {}))
     for cache in orders.CACHES:
@@ -893,6 +903,41 @@ def test_orders_by_hints_are_those_by_classes(tmp_path: Path) -> None:
             cells = orders.row(orders.Arm(1000, 1.2, cache, order), found, range(3))
             shown = [f"`{cache}`", f"`{order}`", *cells[3:9], *cells[10:12]]
             assert f"| {' | '.join(one.replace('-', ' to ') if '(' in one else one for one in shown)} |" in page
+
+
+def test_a_hint_that_makes_saves_cheaper_only_turns_recomputes_into_swaps(talks: Path) -> None:
+    """Over a link on which a load takes longer than computing. And what changes nothing is the same run."""
+    asked = (
+        "preemption_hints.py", "--data", str(talks), "--requests", "40", "--seeds", "2", "--blocks", "60",
+        "--link", "1e7", "--hints", "sessions,hindsight",
+    )  # fmt: skip
+    done, again = (run(*asked, "--json", str(talks / "out")) for _ in range(2))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((talks / "out").read_text())["rows"]
+    assert done.stdout == again.stdout and len(rows) == 2 * 2 * 4
+    found = {(one["arm"]["hints"], one["seed"], one["arm"]["rule"]): one["found"] for one in rows}
+    for hints, seed in {key[:2] for key in found}:
+        runs = {rule: found[hints, seed, rule] for rule in ("as-today", "half", "free", "swap")}
+        assert all(one["kept"]["recomputed"] > 0 for rule, one in runs.items() if rule != "swap")
+        assert runs["as-today"]["kept"]["changed"] == 0 == runs["swap"]["kept"]["recomputed"]
+        assert runs["swap"]["kept"]["changed"] > 0
+        for one in runs.values():
+            assert one["kept"]["changed"] > 0 or one == runs["as-today"]
+    assert "has" in run(*asked[:2], str(talks / "none")).stderr
+
+
+def test_the_save_of_a_window_to_keep_counts_as_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prices by which a victim is recomputed as of today, and swapped where half of its save counts."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    hints = import_module("preemption_hints")
+    one, cut = situation(500), Priced(block_s=2e-3)
+    for rule, kept in product(hints.RULES, (False, True)):
+        ruled = hints.Ruled(cut, rule, hints.Kept(is_next=kept))
+        shares, costs = ruled.assess(one, options_for(one), NoState())
+        assert shares == ((0.0, 1.0) if kept and rule != "as-today" else (1.0, 0.0))
+        assert costs == cut.costs(one, options_for(one), NoState()) and costs[0].engine_s < costs[1].engine_s
+        assert ruled.kept.other is (kept and rule != "as-today")
+        assert ruled.assess(one, options_for(one)[:1], NoState())[0] == (1.0,)
 
 
 def test_caching_study_compares_what_decides_on_a_link_where_a_load_takes_longer(
