@@ -55,7 +55,7 @@ def request_body(
 def authorization() -> dict[str, str]:
     """The header with the key in the environment variable OPENAI_API_KEY, as the package `openai` sends it; without
     one no header."""
-    key = os.environ.get("OPENAI_API_KEY", "")
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

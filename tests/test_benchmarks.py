@@ -923,7 +923,26 @@ def test_a_hint_that_makes_saves_cheaper_only_turns_recomputes_into_swaps(talks:
         assert runs["swap"]["kept"]["changed"] > 0
         for one in runs.values():
             assert one["kept"]["changed"] > 0 or one == runs["as-today"]
-    assert "has" in run(*asked[:2], str(talks / "none")).stderr
+    assert "none: holds none of" in run(*asked[:2], str(talks / "none")).stderr
+
+
+def test_the_page_has_what_hints_change_at_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    hints, page = import_module("preemption_hints"), (ROOT / "docs" / "requests.md").read_text()
+    found = hints.Results(import_module("row_file").RowFile.read(ROOT / "docs" / "preemption-hints.json", {}))
+    links = {"native": "data sheet's", "5e8": "0.5 GB/s", "2.5e8": "0.25 GB/s"}
+    shares = set()
+    for blocks, link in product((7000, 3500), links):
+        arms = [
+            hints.Arm("ShareGPT, conversations", 2000, 1.2, blocks, "lru", "cheapest:analytic", link, "sessions", rule)
+            for rule in hints.RULES
+        ]
+        today, half, free, swap = (hints.row(arm, found, range(3)) for arm in arms)
+        ratios = [cell.replace("-", " to ") for cell in (swap[15], swap[13])]
+        shown = [f"{blocks:,}", links[link], *today[8:10], half[10], free[10], swap[10], *ratios]
+        assert f"| {' | '.join(shown)} |" in page
+        shares.add(f"{float(today[11].rstrip('%')):.1f}" if link != "native" else "")
+    assert shares == {"", "0.1", "0.2"} and "it is 0.1 to 0.2% of the price" in " ".join(page.split())
 
 
 def test_the_save_of_a_window_to_keep_counts_as_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_whoever_has_the_salt_finds_it() -> None:
 
 def test_a_key_is_sent_along_and_another_model_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Small()
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")  # as of a mounted file
     with serving(small) as url:
         assert warm(url, "a text", model="small").model == "small"
         with pytest.raises(WrongValue, match="model is 'large', should be one that the server has: small"):

@@ -127,8 +127,7 @@ class Hinted(CachingPolicy):
         ``there``: where it is given, no other block begins to be held; for a request that comes, what the tier has, as
         the rest may never be computed and should take nobody's room.
         """
-        now_s = self._clock()
-        self._holds.expire(now_s)
+        self._holds.expire(self._clock())
         pinned = min(self._pinned(hints), len(chain))
         session = None if hints.session is None else (client, hints.session)
         is_last, is_over = hints.ended, hints.ended and over
@@ -142,9 +141,29 @@ class Hinted(CachingPolicy):
             self._release([key for key in chain[pinned:] if key not in self and key not in now], None)
         elif is_over:
             self._release(self._private(chain, pinned), session)
+        self._keep(chain, hints, client, session, is_last, there)
+
+    def goes_on(self, chain: Chain, hints: Hints, client: Client, request: Hashable, there: Container[Key]) -> None:
+        """The request of :meth:`hinted` has lost its blocks and will come back, as after a preemption. What is there of
+        its window by now is held, as what was there when it came."""
+        self._holds.expire(self._clock())
+        session = None if hints.session is None else (client, hints.session)
+        is_past = session is not None and self._is_past(session, request, over=True)
+        self._keep(chain, hints, client, session, hints.ended or is_past, there)
+
+    def _keep(
+        self,
+        chain: Chain,
+        hints: Hints,
+        client: Client,
+        session: Session | None,
+        is_last: bool,
+        there: Container[Key] | None,
+    ) -> None:
+        """Hold what the hints ask to keep of a window: of one that nobody continues, what it pins."""
+        pinned, now_s = min(self._pinned(hints), len(chain)), self._clock()
+        kept = chain[:pinned] if hints.once or is_last or hints.keep_s is None else chain
         until_s = now_s + (self.limits.keep_s if hints.keep_s is None else min(hints.keep_s, self.limits.keep_s))
-        only_pins = hints.once or is_last or hints.keep_s is None
-        kept = chain[:pinned] if only_pins else chain
         self._want(kept)
         if kept and until_s > now_s:
             self._holds.add(kept, until_s, client, session, pinned, there)
@@ -249,7 +268,7 @@ class Hinted(CachingPolicy):
         for key in evicted:
             self.inner.lost(key)
         if len(evicted) < count:
-            evicted += others(count - len(evicted), _Either(protected, self._holds))
+            evicted += others(count - len(evicted), Either(protected, self._holds))
         for key in evicted:
             self._gone(key)
         return evicted
@@ -270,7 +289,7 @@ class Hinted(CachingPolicy):
                 del self._children[parent]
 
 
-class _Either:
+class Either:
     """What is in one of two."""
 
     def __init__(self, one: Container[Key], other: Container[Key]) -> None:

@@ -170,7 +170,9 @@ class Holds:
             if hold is None:
                 own = own or frozenset(keys)
                 if not self._has_room(client, until_s, own):
-                    self._counts.refused += len(keys) - position
+                    self._counts.refused += sum(
+                        one not in self._of and (there is None or one in there) for one in keys[position:]
+                    )
                     return
                 self._add(key, position, until_s, client, asker, is_pin)
             elif hold.until_s >= until_s and hold.is_pin >= is_pin:

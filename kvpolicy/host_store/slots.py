@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from typing import Any
 
 from kvpolicy.caching.base import CachingPolicy, Chain
-from kvpolicy.caching.by_hints import Hinted
+from kvpolicy.caching.by_hints import Either, Hinted
 from kvpolicy.caching.tree import Tree
 from kvpolicy.host_store.cache_admission import CacheAdmission, Placed
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, Protected, rank_of
@@ -31,6 +31,8 @@ class HostStore:
         self.given_up: list[Any] = []
         self.cache = cache
         self.counts = CacheCounts()
+        self.below: Container[Hashable] = ()
+        """Contents of a tier below, which may come here for a request that waits."""
         self.admission = CacheAdmission()
         """What is saved for the cache, and what stays for it."""
         # Freed slots are reused last, so that stale data stays intact as long as possible.
@@ -117,7 +119,13 @@ class HostStore:
         """A request with this window, keys of full blocks, came with hints, granted to this client, or is ``over``; see
         :meth:`kvpolicy.caching.Hinted.hinted`. Without effect where the caching policy heeds none."""
         if isinstance(self.cache, Hinted) and hints:
-            self.cache.hinted(chain, hints, client, request, over, None if over else self)
+            self.cache.hinted(chain, hints, client, request, over, None if over else Either(self, self.below))
+
+    def goes_on(self, chain: Chain, hints: Hints, client: Client, request: Hashable) -> None:
+        """The request has lost its blocks, which are watched by now, and will come back; see
+        :meth:`kvpolicy.caching.Hinted.goes_on`."""
+        if isinstance(self.cache, Hinted) and hints:
+            self.cache.goes_on(chain, hints, client, request, Either(self, self.below))
 
     def wanted(self, chain: Chain, hints: Hints) -> int:
         """Number of leading blocks of a window that are worth storing by these hints."""

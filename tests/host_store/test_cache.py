@@ -265,6 +265,25 @@ def test_what_a_request_that_comes_still_has_to_compute_takes_no_room_of_hints()
     assert store.cache.held(chain("xyz")) == {*chain("xy")} and store.cache.counts.displaced == 2
 
 
+def test_what_a_preempted_request_asks_to_keep_is_held_while_it_is_away() -> None:
+    """And what a tier below has of a request that comes, as it may be brought here while that waits."""
+    store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
+    assert isinstance(store.cache, Hinted)
+    said = Hints(keep_s=600.0, session="s")
+    store.hinted(chain("abc"), said, ANYBODY, "one")
+    assert store.cache.held_blocks == 0
+    store.watch(chain("ab"), {0: 10, 1: 11})
+    store.goes_on(chain("abc"), said, ANYBODY, "one")
+    assert store.cache.held(chain("abc")) == {*chain("ab")}
+    store.hinted(chain("abcd"), said, ANYBODY, "two")
+    store.watch(chain("abc"), {0: 10, 1: 11, 2: 12})
+    store.goes_on(chain("abc"), said, ANYBODY, "one")
+    assert store.cache.held(chain("abc")) == {*chain("ab")}, "its session has gone on without it"
+    store.below = {"x"}
+    store.hinted(chain("xy"), Hints(pin_tokens=2), ANYBODY, "three")
+    assert store.cache.held(chain("xy")) == {"x"}
+
+
 def test_what_is_left_out_and_what_is_forgotten_takes_no_share_of_hints() -> None:
     store = HostStore(8, Hinted(Lru(8), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
     assert isinstance(store.cache, Hinted)

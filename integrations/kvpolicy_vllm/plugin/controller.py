@@ -188,7 +188,7 @@ class Controller:
         if cause == "reset":
             self.forget_saved()
         if self.prompts is not None:
-            self.prompts.given_back(request)
+            self.prompts.preempted(request)
         if self.stale.names:
             self.stale.loses_blocks(request, self._scheduler)
         self._preemptions += 1

@@ -123,6 +123,10 @@ class FileIndex:
             count += 1
         return count
 
+    def __contains__(self, key: object) -> bool:
+        """Whether all ranks have the content."""
+        return isinstance(key, bytes) and bool(self.lookup((key,)))
+
     @property
     def suspended(self) -> bool:
         """Whether nobody waits for files."""

@@ -66,9 +66,9 @@ class FileParts:
 
     def stored(self, digest: bytes) -> None:
         """All ranks have their parts."""
-        self._of[digest] = self._ranks
-        if not self.ready:
+        if not self.ready and self._of.get(digest, 0) < self._ranks:
             self._new.add(digest)
+        self._of[digest] = self._ranks
 
     def lost(self, digest: bytes) -> None:
         """Nobody finds the block any more, whoever has parts of it."""

@@ -51,8 +51,10 @@ class HostTier:
 
     def settled(self, settled: Settled) -> None:
         """All ranks have finished a job of the cache."""
+        if settled.direction != "load":
+            return
         keys = self._loads.pop(settled.copy, None)
-        if keys is None or settled.copy.orphan:  # a save, or its request is gone or has lost its blocks
+        if keys is None or settled.copy.orphan:  # its request is gone or has lost its blocks
             return
         failed = {} if settled.ok else dict.fromkeys(keys, "load_failed")
         self._finished.append(Finished(settled.copy.request_id, "load", () if failed else keys, failed))

@@ -115,6 +115,7 @@ class PromptCache:
         self.files.worth_storing = partial(self._is_worth_storing, from_files=True)
         self.files.worth_saving = partial(self._is_worth_storing, saved=True, from_files=True)
         self._copies.pool.admission.worth_handing_on = self.files.takes
+        self._copies.pool.below = self.files
         self._copies.saved = self.files.saved
         self._files_by_price = self._unpriced = by_price
 
@@ -154,8 +155,9 @@ class PromptCache:
             self.files.asked(prompt)
         self._heed_hints(request, over=False)
 
-    def _heed_hints(self, request: Any, over: bool) -> None:
-        """Let the policy know what the request says of its window."""
+    def _heed_hints(self, request: Any, over: bool, goes_on: bool = False) -> None:
+        """Let the policy know what the request says of its window. ``goes_on``: it has lost its blocks and will come
+        back."""
         if not isinstance(self._copies.pool.cache, Hinted):
             return
         try:
@@ -166,6 +168,9 @@ class PromptCache:
             if over and request.num_computed_tokens < request.num_prompt_tokens:  # as one that was cancelled
                 chain = chain[: self._there(request, chain)]
             hints, client = marks.hints.of_prompt(request.num_prompt_tokens), client_of(request, marks)
+            if goes_on:
+                self._copies.pool.goes_on(chain, hints, client, request.request_id)
+                return
             self._host.hinted(chain, hints, client, request.request_id, over)
             if self.files is not None:
                 self.files.hinted(chain, hints, client, request.request_id, over)
@@ -185,6 +190,11 @@ class PromptCache:
             there += 1
         return there
 
+    def preempted(self, request: Any) -> None:
+        """The request is about to lose its blocks, and will come back."""
+        self.given_back(request)
+        self._heed_hints(request, over=False, goes_on=True)
+
     def given_back(self, request: Any) -> None:
         """The request is about to lose its blocks: what the device may lose of them from now on is watched."""
         if self._scheduler is None or request in self._stale:
@@ -202,6 +212,7 @@ class PromptCache:
 
     def ended(self, request: Any) -> None:
         self._heed_hints(request, over=True)
+        self._count_hints()  # the next step may be long in coming
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
