@@ -55,6 +55,20 @@ def test_a_pin_holds_the_shared_prefix_alone(served: Served) -> None:
     assert served.found(served.request(PROMPT)) == 32
 
 
+def test_a_preempted_request_holds_its_window_while_it_is_away(served: Served) -> None:
+    """Nothing of it was there when it came."""
+    request, cache = hinted(served, PROMPT, keep_s=500), served.controller.copies.pool.cache
+    assert isinstance(cache, Hinted)
+    served.scheduler.add_request(request)
+    one_step(served)
+    assert request.num_computed_tokens == 100 and cache.held_blocks == 0
+    served.scheduler.preempt_at_next_step(request.request_id)
+    one_step(served)
+    assert request.num_preemptions == 1 and cache.held_blocks == 6
+    served.serve()
+    assert request.num_output_tokens == 4 and cache.held_blocks == 6
+
+
 def test_of_a_request_that_nobody_repeats_nothing_is_stored(served: Served) -> None:
     served.serve(hinted(served, PROMPT, once=True), hinted(served, OTHER, once=True, pin=32))
     served.push_out()
