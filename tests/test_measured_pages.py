@@ -30,7 +30,7 @@ def kind_of(row: dict[str, Any]) -> str:
 
 def test_the_table_of_the_plugins_own_time_is_that_of_the_rows() -> None:
     page, rows = said("bench.md"), OWN_TIME["rows"]
-    assert len({(row["model"], kind_of(row), row["prefix_tokens"]) for row in rows}) == len(rows) == 8
+    assert len({(row["model"], kind_of(row), row["prefix_tokens"]) for row in rows}) == len(rows) == 12
     for row in rows:
         share = f"{row['share']:.2%} ({row['low']:.2%} to {row['high']:.2%})"
         times = (f"{row['own_us'] / 1e3:.2f}", f"{row['step_us'] / 1e3:.3g}")
@@ -44,14 +44,17 @@ def test_the_target_is_met_where_the_page_says_so() -> None:
     assert missed == {("llama-26m", "files below host memory"), ("llama-26m", "hints")}
     assert OWN_TIME["settings"]["clock"] == "wall"
     unsure = [row for row in OWN_TIME["rows"] if row["share"] <= bar < row["high"]]
+    large = [row for row in unsure if row["model"] == "llama-103m"]
+    unsure = [row for row in unsure if row not in large]
     assert {(row["model"], kind_of(row)) for row in unsure} == {("llama-26m", "host memory alone")}
-    words = "is met with 103 million parameters and host memory alone;"
+    assert [(kind_of(row), row["prefix_tokens"]) for row in large] == [("files below host memory", 256)]
+    words = "is met with 103 million parameters, where the interval with files behind 256 tokens ends above it;"
     assert words in said("bench.md")
     words = "With 26 million and host memory alone it is met by the mean, but the intervals end above it"
     assert words in said("bench.md")
     ends = " and ".join(f"{row['high']:.2%}" for row in sorted(unsure, key=lambda row: int(row["prefix_tokens"])))
     words = f"by the mean alone with 26 million and host memory alone, whose intervals reach {ends};"
-    where = "met with 103 million parameters and host memory alone, not measured there with files or hints"
+    where = f"met with 103 million parameters, where one interval of files reaches {large[0]['high']:.2%}"
     assert f"{where}; {words} **missed**" in said("results.md")
 
 
