@@ -218,6 +218,11 @@ class BoundedFileTier(SecondaryTierManager):
             self._began[number] = now
             tier.load(number, [(key, [np.empty(self._row_bytes, np.uint8)])])
 
+    def has_pending_work(self) -> bool:
+        """So that vLLM goes on stepping for a trial, of which it does not know, until that has ended or is late: one
+        that is looked at long after it has ended would count as late."""
+        return any(number not in self._job_of and number not in self._late for number in self._began)
+
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._ask(req_context)
 

@@ -428,9 +428,12 @@ def test_on_a_disk_that_hangs_new_requests_go_on_and_it_is_used_again_once_it_do
     server.step()
     server.step()
     assert [server.manager.lookup(key, waiting) for key in one] == [LookupResult.HIT] * 3
+    assert not server.tier.has_pending_work()
     assert server.manager.lookup(two[1], new) is LookupResult.MISS, "both came late"
+    assert server.tier.has_pending_work(), "vLLM steps until the trial has ended, though it has no request"
     server.step()
     server.step()
+    assert not server.tier.has_pending_work()
     assert server.manager.lookup(two[1], new) is LookupResult.HIT_PENDING, "a load has come in time, which was a trial"
     server.step()
     server.step()
