@@ -128,7 +128,7 @@ class HostPool:
             self.on_served(self._keys_of(live, live.request.prompt_tokens // self._block_size))
 
     def store_in_order(self, in_order: Callable[[Sequence[Hashable]], Sequence[Hashable]]) -> None:
-        """See :attr:`kvpolicy.host_store.Admission.in_order`."""
+        """See :attr:`kvpolicy.host_store.CacheAdmission.in_order`."""
         self._admission.in_order = in_order
 
     def given_back(self, live: LiveRequest) -> None:
