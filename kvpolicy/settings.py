@@ -429,7 +429,8 @@ ARMS = (
     "An arm to compare, NAME or NAME=JSON; may be given several times, and the first is what others are compared with. "
     "For a model: vllm (without the plugin), kvpolicy (with these flags), hints (the same, and requests carry hints, "
     "of `bench rate` those of the workload); "
-    'JSON has the plugin\'s settings that differ, as in \'urgent={"order": "urgent"}\', and "hints": true. '
+    'JSON has the plugin\'s settings that differ, as in \'urgent={"order": "urgent"}\', "hints": true, "plugin": false '
+    "for another vLLM without it, and \"vllm_flags\", a list of words, of vLLM's flags of this arm's server alone. "
     'For a URL: JSON has "url" of another server, "hints", and "control", the file by which it is switched to "policy" '
     'or "order" while the arm is measured. Of `bench rate`, "reserve": max, pow2 or oracle sends '
     "no more requests than whose reserved lengths fit into the KV cache, as do the arms orca-max, orca-pow2 and "

@@ -30,8 +30,19 @@ from tests.snippets import commands
         (("a", "a"), (), "twice by the same name"),
         (('a={"hints": 1}',), (), '"hints" should be true or false'),
         (("a=[]",), (), "should be NAME or NAME=JSON"),
-        (('vllm={"order": "mlfq"}',), (), "takes no settings"),
+        (('vllm={"order": "mlfq"}',), (), "takes no settings of it"),
         (('a={"ordre": "mlfq"}',), (), "unknown key 'ordre'"),
+        (('a={"plugin": false, "order": "mlfq"}',), (), "a is vLLM without the plugin, and takes no settings"),
+        (('a={"plugin": "no"}',), (), '"plugin" should be true or false'),
+        (('vllm={"plugin": true}',), (), '"plugin" should be true or false, and false for vllm or'),
+        (('orca-max={"plugin": true}',), (), '"plugin" should be true or false'),
+        (('a={"vllm_flags": "--seed 3"}',), (), '"vllm_flags" should be a list of texts'),
+        (('a={"vllm_flags": ["--seed", 3]}',), (), '"vllm_flags" should be a list of texts'),
+        (('a={"vllm_flags": ["seed", "3"]}',), (), '"vllm_flags" should begin with a flag'),
+        (('a={"vllm_flags": ["--port", "1"]}',), (), "--port cannot be given"),
+        (('a={"vllm_flags": ["--dtype=half"]}',), (), "--dtype should be that of all arms"),
+        (('a={"vllm_flags": ["--seed", "3", "--max_model_len", "99"]}',), (), "--max-model-len should be that of all"),
+        (('a={"vllm_flags": ["--kv-transfer-config", "{}"]}',), (), "kv-transfer-config"),
         ((), ("--port", "1"), "--port cannot be given"),
     ],
 )
@@ -102,6 +113,21 @@ def test_or_that_of_the_model_as_vllm_takes_it(config: Any, dtype: str, tmp_path
     assert dtype_of(BenchTarget(str(tmp_path))) == dtype
     assert dtype_of(BenchTarget(str(tmp_path), vllm_flags=("--dtype", "float32"))) == "float32"
     assert dtype_of(BenchTarget("http://there:8000")) == ""
+
+
+def test_an_arm_has_vllm_flags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After those of all arms, so that vLLM takes them where both are there; and not of a server that runs."""
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    more = ["--num-gpu-blocks-override", "3278"]
+    texts = ("vllm", f'wide={json.dumps({"plugin": False, "vllm_flags": more})}', 'a={"vllm_flags": ["--seed", "4"]}',
+             'vllm-too={"plugin": false}')  # fmt: skip
+    stock, wide, plugin, same = arms_of(BenchTarget("llm", texts, vllm_flags=("--num-gpu-blocks-override", "480")))
+    assert wide.command == (*stock.command, *more)
+    assert plugin.command[-4:] == ("--num-gpu-blocks-override", "480", "--seed", "4")
+    assert "--kv-transfer-config" in plugin.command and same.command == stock.command
+    for given in ('{"vllm_flags": ["--seed", "4"]}', '{"plugin": false}'):
+        with pytest.raises(WrongValue, match="of a server that runs, JSON has"):
+            arms_of(BenchTarget("http://there:8000", (f"a={given}",)))
 
 
 def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,5 +213,5 @@ def test_an_arm_that_reserves_is_served_by_stock(monkeypatch: pytest.MonkeyPatch
     assert (there.url, there.reserve) == ("http://there:8000", "oracle")
     with pytest.raises(WrongValue, match='"reserve" should be one of max, pow2, oracle'):
         arms_of(BenchTarget("llm", ('a={"reserve": "all"}',)))
-    with pytest.raises(WrongValue, match=r"orca-max is vLLM without the plugin, and takes no settings \(order\)"):
+    with pytest.raises(WrongValue, match=r"orca-max is vLLM without the plugin, and takes no settings of it"):
         arms_of(BenchTarget("llm", ('orca-max={"order": "las"}',)))

@@ -30,6 +30,10 @@ SHARE = "--gpu-memory-utilization"
 """vLLM's flag for a server's share of the memory, on a CPU of the machine's."""
 SHARE_FLAGS = (SHARE, "--kv-cache-memory-bytes")
 SHARE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+OWN_FLAGS = "vllm_flags"
+"""In an arm's JSON, vLLM's flags of its server alone."""
+SHARED_FLAGS = ("--dtype", "--model", "--quantization", "--max-model-len")
+"""That an arm may not have for itself: its tokens, or the conversations that fit, would be others."""
 DTYPES = {"half": "float16", "float": "float32"}
 """Of vLLM's flag, what has another name elsewhere."""
 CPU_SHARES = 0.6
@@ -95,7 +99,8 @@ def sharing_memory(at: BenchTarget) -> BenchTarget:
 
 def dtype_of(at: BenchTarget) -> str:
     """What the servers of all arms compute in, as float32; empty where nobody knows: of a server that runs already, and
-    of a model at a hub without vLLM's flag. Raises InputError as :func:`kvpolicy_vllm.launch.last_value`.
+    of a model at a hub without vLLM's flag. An arm's own flags cannot change it. Raises InputError as
+    :func:`kvpolicy_vllm.launch.last_value`.
 
     By default vLLM 0.32 goes by the model's configuration, but serves one of float32 in bfloat16; on a GPU before
     Ampere in float16.
@@ -141,7 +146,28 @@ def _arm(text: str, at: BenchTarget) -> LiveArm:
         if not is_http(url):
             raise WrongValue("arm", f'is {text!r}, whose "url" should begin with http:// or https://')
         return LiveArm(name, url, hints=hints, reserve=reserve, switch=switch)
-    return LiveArm(name, command=tuple(_command(name, given, at, bool(reserve))), hints=hints, reserve=reserve)
+    has_plugin = given.pop("plugin", name != STOCK and not reserve)
+    if not isinstance(has_plugin, bool) or (has_plugin and (name == STOCK or reserve)):
+        raise WrongValue(
+            "arm", f'is {text!r}, whose "plugin" should be true or false, and false for {STOCK} or reserve'
+        )
+    with_flags = replace(at, vllm_flags=(*at.vllm_flags, *_own_flags(text, given)))
+    command = _command(name, given, with_flags, has_plugin)
+    return LiveArm(name, command=tuple(command), hints=hints, reserve=reserve)
+
+
+def _own_flags(text: str, given: dict[str, Any]) -> Sequence[str]:
+    """vLLM's flags of an arm alone, which come after those of all; taken out of ``given``."""
+    own_flags = given.pop(OWN_FLAGS, [])
+    if not isinstance(own_flags, list) or not all(isinstance(word, str) and word for word in own_flags):
+        raise WrongValue("arm", f'is {text!r}, whose "{OWN_FLAGS}" should be a list of texts, words of the command')
+    if own_flags and not own_flags[0].startswith("--"):
+        raise WrongValue("arm", f'is {text!r}, whose "{OWN_FLAGS}" should begin with a flag, as --max-num-seqs')
+    refuse_own_flags(own_flags)
+    for flag in SHARED_FLAGS:
+        if launch.has_any(own_flags, (flag,)):
+            raise WrongValue("arm", f"is {text!r}: {flag} should be that of all arms, whose tokens are compared")
+    return own_flags
 
 
 def _switch(text: str, given: dict[str, Any]) -> Switch | None:
@@ -155,10 +181,12 @@ def _switch(text: str, given: dict[str, Any]) -> Switch | None:
     return Switch(control, **settings)
 
 
-def _command(name: str, given: Mapping[str, Any], at: BenchTarget, reserves: bool) -> Sequence[str]:
-    if name == STOCK or reserves:
+def _command(name: str, given: Mapping[str, Any], at: BenchTarget, has_plugin: bool) -> Sequence[str]:
+    if not has_plugin:
         if given:
-            raise WrongValue("arm", f"{name} is vLLM without the plugin, and takes no settings ({', '.join(given)})")
+            raise WrongValue(
+                "arm", f"{name} is vLLM without the plugin, and takes no settings of it ({', '.join(given)})"
+            )
         return [*launch.server(at.target), *at.vllm_flags]
     settings = read(ServerSettings, changed_values(at.settings) | dict(given), f"arm {name}")
     refuse_unsafe_files(settings)
