@@ -32,8 +32,7 @@ from caching_study import NONE, Setting, numbers
 from matrix_places import LLAMA_3_1_8B
 from row_file import RowFile, versions
 
-from kvpolicy.order import Order, Progress, Rank, View, load_order
-from kvpolicy.order.rules import Layered
+from kvpolicy.order import Order, load_order
 from kvpolicy.request_marks import Hints
 from kvpolicy.stats import student_ratio
 from kvpolicy.study.report import aligned
@@ -46,23 +45,8 @@ BEHIND = "mlfq:base=256"
 TIMES, FIGURES = ("ttft_s", "e2e_s"), ("throughput_tok_s", "prefix_hits", "preemptions")
 
 
-class ByHints(Order):
-    """Chats, whose KV will be reused, go before one-shot requests."""
-
-    name = "hints"
-    displaces_by_rank = True
-
-    def rank(self, request: Progress, view: View) -> Rank:
-        return Rank((0 if request.hints.keep_s else 2 if request.hints.once else 1,))
-
-
-ORDERS: Mapping[str, Order] = {
-    "fcfs": load_order("fcfs"),
-    BEHIND: load_order(BEHIND),
-    "hints": ByHints(),
-    f"hints/{BEHIND}": Layered(f"hints/{BEHIND}", ByHints(), load_order(BEHIND)),
-    f"classes:{CHAT}+{ONCE}/{BEHIND}": load_order(f"classes:{CHAT}+{ONCE}/{BEHIND}"),
-}
+NAMES = ("fcfs", BEHIND, "hints", f"hints/{BEHIND}", f"classes:{CHAT}+{ONCE}/{BEHIND}")
+ORDERS: Mapping[str, Order] = {name: load_order(name) for name in NAMES}
 
 
 @dataclass(frozen=True, slots=True, order=True)

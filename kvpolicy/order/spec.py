@@ -16,6 +16,7 @@ from kvpolicy.order.base import Order
 from kvpolicy.order.by_class import ByClass
 from kvpolicy.order.deadline import Deadline
 from kvpolicy.order.draws import WithDraws
+from kvpolicy.order.kept_first import KeptFirst
 from kvpolicy.order.worth import WithWorth
 from kvpolicy.order.wrapper import Wrapper
 from kvpolicy.request_marks import CLASS_NAME, CLASS_WORDS
@@ -38,6 +39,7 @@ FORMS: Mapping[str, str] = {
     "gittins": "by the Gittins index of the lengths seen so far per unit of KV memory",
     "deadline": "least slack to what a reader expects: ttft and tpot in seconds",
     "classes:A+B": "by class, in the order listed, and an earlier class displaces later ones; those not listed go last",
+    "hints": "by hints: requests that ask to keep their KV displace others, and those that come once go last",
     "ORDER/ORDER": "by the first, and among its equals by the second, as in urgent/mlfq",
     extensions.FORM: "an order of your own, which FACTORY of the module MODULE makes",
 }
@@ -288,6 +290,7 @@ KINDS: Mapping[str, Kind] = {
     "srpt": Kind(rules.Srpt, {"bound": ("bound", _share), **_QUANTUM}, ("predictor", _predictor), needs_value=True),
     "gittins": Kind(rules.Gittins, {"quantum": ("quantum_tokens", _whole), **_PROMOTE}),
     "classes": Kind(ByClass, _QUANTUM, ("classes", _classes), needs_value=True),
+    "hints": Kind(KeptFirst, _QUANTUM),
     "deadline": Kind(
         Deadline,
         {

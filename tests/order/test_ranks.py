@@ -17,6 +17,7 @@ from kvpolicy.order.guard import Guarded
 from kvpolicy.order.ranks import FIRST, MAX_VOID
 from kvpolicy.order.rules import Mlfq
 from kvpolicy.order.wrapper import Wrapper
+from kvpolicy.request_marks import NO_HINTS, Hints
 from tests.order.made import ByLevel, Requests, view
 
 
@@ -463,6 +464,7 @@ def test_a_rank_without_an_end_is_not_shared() -> None:
         "urgent/mlfq:base=2",
         "classes:chat+batch/las:quantum=3",
         "urgent:quantum=3",
+        "hints/las:quantum=3",
     ],
 )
 def test_shared_ranks_are_those_that_each_request_would_get(spec: str) -> None:
@@ -475,6 +477,7 @@ def test_shared_ranks_are_those_that_each_request_would_get(spec: str) -> None:
         requests.add(
             name, priority=rng.randrange(2), prompt_tokens=rng.choice((5, 50)), max_output_tokens=rng.choice((40, 90)),
             class_name=rng.choice(("chat", "batch", "other")),
+            hints=rng.choice((NO_HINTS, Hints(keep_s=60.0), Hints(once=True))),
         )  # fmt: skip
         for ranks in (shared, alone):
             ranks.arrived(name, 0, view(state=ranks.state))

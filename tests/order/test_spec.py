@@ -19,7 +19,7 @@ EXAMPLES = (
     "fcfs", "priority", "urgent", "urgent:quantum=4,promote=30", "reserve:.1", "reserve:.1,above=-1", "mlfq",
     "mlfq:base=32,promote=30,victims=least-computed", "las:quantum=128", "srpt:lengths", "srpt:limit,bound=0.5",
     "gittins:quantum=0", "deadline:ttft=.5,tpot=.05", "urgent/mlfq:base=8", "urgent/srpt:lengths,bound=.5",
-    "classes:chat+batch", "classes:chat+batch,promote=9/mlfq:base=8",
+    "classes:chat+batch", "classes:chat+batch,promote=9/mlfq:base=8", "hints", "hints:quantum=4/las",
 )  # fmt: skip
 
 

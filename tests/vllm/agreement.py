@@ -212,7 +212,7 @@ def hinted(seed: int, count: int = 60) -> Case:
     limits = rng.choice((HintLimits(), HintLimits(0.5, 0.3, 0.2, 0.1)))
     server = replace(case.server, cache=replace(case.server.cache, hints=limits))
     if seed % 2:
-        server = replace(server, scheduling="fcfs", order=order.load("python:tests.chats_first:ChatsFirst", True))
+        server = replace(server, scheduling="fcfs", order=order.load("hints"))
     return replace(case, work=replace(case.work, requests=made), server=server)
 
 

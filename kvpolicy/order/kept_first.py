@@ -1,0 +1,33 @@
+"""An order by what requests say of their KV, most often the outer one of two: ``hints/mlfq``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from kvpolicy.order.base import Order, Progress, Rank, View
+
+
+@dataclass(frozen=True, repr=False)
+class KeptFirst(Order):
+    """By hints, as granted: chats, whose windows will be asked for again, displace requests that say nothing, and both
+    displace what comes once: their blocks are of use afterwards, and somebody waits for the next turn.
+
+    rank = 0 for ``keep_s``, 2 for ``once``, 1 for others; a pin that is kept and comes ``once`` is one of many texts
+    behind a prefix, and goes last. Clients say it themselves: where they are not to be believed, an operator grants
+    classes (:class:`~kvpolicy.order.by_class.ByClass`). It gives up the time of those displaced.
+    """
+
+    name: str
+    quantum_tokens: int = 0
+    promote_s: float = inf
+    cool_down_s: float = 0.0
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((self.rank_group(request),))
+
+    def rank_group(self, request: Progress) -> int:
+        if request.hints.once:
+            return 2
+        return 0 if request.hints.keep_s else 1
