@@ -54,8 +54,10 @@ def request_body(
 
 def authorization() -> dict[str, str]:
     """The header with the key in the environment variable OPENAI_API_KEY, as the package `openai` sends it; without
-    one no header."""
+    one no header. Raises InputError, which does not show it, for a key that no header can have."""
     key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise InputError("OPENAI_API_KEY: should be one line of printable ASCII characters")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -109,7 +109,8 @@ def warm(
         raise InputError(f"{url!r} is no address of a server, as http://localhost:8000")
     if keep_s is not None:
         POSITIVE.refuse("keep_s", keep_s)
-    said = request_body(pin=True, keep_s=keep_s, class_name=class_name)
+    # Nothing beside the pin is asked for again: an order by hints serves it after those that somebody waits for.
+    said = request_body(pin=True, once=True, keep_s=keep_s, class_name=class_name)
     base = url.rstrip("/").removesuffix("/v1")
     model = _served_model(f"{base}/v1/models", model)
     body: dict[str, Any] = {"model": model, "max_tokens": 1, "temperature": 0.0}
@@ -223,8 +224,9 @@ def _call(url: str, body: Mapping[str, Any] | None = None) -> Any:
 
 def _read(url: str, body: Mapping[str, Any] | None = None) -> bytes:
     data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | authorization()
     try:
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | authorization())
+        request = urllib.request.Request(url, data, headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             content = bytes(answer.read(MAX_ANSWER_BYTES + 1))
     except urllib.error.HTTPError as error:

@@ -30,6 +30,8 @@ from kvpolicy.order import HELP as ORDERS
 from kvpolicy.order import Order
 from kvpolicy.order import spec as orders
 from kvpolicy.order.by_class import unlisted_classes
+from kvpolicy.order.kept_first import KeptFirst, may_read_hints
+from kvpolicy.order.parts import parts
 from kvpolicy.policy import HELP, Policy
 from kvpolicy.request_marks import HELP as CLASSES
 from kvpolicy.request_marks import HINT_HELP, Classes, HintLimits
@@ -156,7 +158,17 @@ class ServerSettings:
     def warnings(self) -> list[str]:
         """What a server with these settings would do in vain."""
         order = orders.load(self.order, self.allow_python_policies)
-        return unlisted_classes(order, () if self.classes is None else self.classes.names)
+        said = unlisted_classes(order, () if self.classes is None else self.classes.names)
+        if self.hints is not None and self.hints.keep_s and not self.heeds_hints:
+            said.append("--hints is given without --cache and without an order by hints: nothing comes of hints")
+        if self.hints is not None and not self.hints.keep_s and any(isinstance(one, KeptFirst) for one in parts(order)):
+            said.append(f"order {order.name} is given with --hints none, which grants no keep_s: nobody goes first by it")
+        return said
+
+    @property
+    def heeds_hints(self) -> bool:
+        """Whether anything may come of what requests say of their KV."""
+        return self.cache != caching.OFF or may_read_hints(orders.load(self.order, self.allow_python_policies))
 
 
 def _refuse_object(field: str, value: object, base: type[Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.client import counters_in, request_body
+from kvpolicy.client import authorization, counters_in, request_body
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import ALL_TOKENS, Hints, Marks, read_marks
 
@@ -23,6 +23,13 @@ from kvpolicy.request_marks import ALL_TOKENS, Hints, Marks, read_marks
 )
 def test_a_server_reads_what_a_client_says(said: dict[str, Any], marks: Marks) -> None:
     assert read_marks(request_body(**said)["kv_transfer_params"]["kvpolicy"]) == marks
+
+
+@pytest.mark.parametrize("key", ["se\ncret", "se\x7fcret", "sécret", "se\rcret"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(InputError, match="^OPENAI_API_KEY: should be one line of printable ASCII characters$"):
+        authorization()
 
 
 def test_nothing_said_adds_nothing() -> None:

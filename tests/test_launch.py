@@ -479,6 +479,24 @@ def test_classes_of_the_order_that_nobody_is_granted_are_warned_of(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        (["--hints", "share=0.4"], "--hints is given without --cache and without an order by hints"),
+        (["--hints", "share=0.4", "--order", "hints"], ""),
+        (["--hints", "share=0.4", "--cache", "lru"], ""),
+        (["--hints", "none"], ""),
+        (["--hints", "none", "--order", "urgent/hints"], "order urgent/hints is given with --hints none, which grants"),
+    ],
+)
+def test_hints_of_which_nothing_comes_are_warned_of(
+    flags: list[str], warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("config", "--policy", "always-swap", *flags) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvpolicy: warning: {warning}") if warning else said == ""
+
+
 Started = tuple[list[str], Mapping[str, str]]
 """A command and its variables."""
 

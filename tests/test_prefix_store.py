@@ -22,7 +22,7 @@ def test_a_prompt_is_stored_and_pinned() -> None:
     assert again.found_before == 40 and first.first_s > 0
     body = small.bodies[0]
     assert body["max_tokens"] == 1
-    assert body["kv_transfer_params"] == {"kvpolicy": {"class": "chat", "keep_s": 60.0, "pin": True}}
+    assert body["kv_transfer_params"] == {"kvpolicy": {"class": "chat", "keep_s": 60.0, "once": True, "pin": True}}
     assert first.to_dict()["grown"] == {"vllm:kvpolicy_decisions_total": 4}
     assert "40 tokens, of which 0 were cached; 40 were computed" in first.text() and "found 40 of them" in first.text()
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvpolicy.order.base import Order, Progress, Rank, View
-from kvpolicy.order.rules import Layered
-from kvpolicy.order.wrapper import Wrapper
+from kvpolicy.order.parts import parts
 from kvpolicy.request_marks import DEFAULT_CLASS
 
 
@@ -48,10 +47,6 @@ def unlisted_classes(order: Order, classes: Iterable[str]) -> list[str]:
 
 def ranked_classes(order: Order) -> Iterator[str]:
     """The classes by which the order, or a part of it, ranks."""
-    if isinstance(order, ByClass):
-        yield from order.classes
-    elif isinstance(order, Layered):
-        yield from ranked_classes(order.outer)
-        yield from ranked_classes(order.inner)
-    elif isinstance(order, Wrapper):
-        yield from ranked_classes(order.base)
+    for part in parts(order):
+        if isinstance(part, ByClass):
+            yield from part.classes

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from kvpolicy.code_digest import is_from_library
 from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.parts import parts
 
 
 @dataclass(frozen=True, repr=False)
@@ -13,8 +15,8 @@ class KeptFirst(Order):
     """By hints, as granted: chats, whose windows will be asked for again, displace requests that say nothing, and both
     displace what comes once: their blocks are of use afterwards, and somebody waits for the next turn.
 
-    rank = 0 for ``keep_s``, 2 for ``once``, 1 for others; a pin that is kept and comes ``once`` is one of many texts
-    behind a prefix, and goes last. Clients say it themselves: where they are not to be believed, an operator grants
+    rank = 0 for ``keep_s``, 2 for ``once``, 1 for others. Beside ``once`` or ``ended``, ``keep_s`` is the time of a pin
+    and nothing else: one of many texts behind a prefix goes last, whatever it pins. Clients say it themselves: where they are not to be believed, an operator grants
     classes (:class:`~kvpolicy.order.by_class.ByClass`). It gives up the time of those displaced.
     """
 
@@ -30,4 +32,9 @@ class KeptFirst(Order):
     def rank_group(self, request: Progress) -> int:
         if request.hints.once:
             return 2
-        return 0 if request.hints.keep_s else 1
+        return 0 if request.hints.keep_s and not request.hints.ended else 1
+
+
+def may_read_hints(order: Order) -> bool:
+    """Whether the order, or a part of it, ranks by hints, or is one of a user's own, of which nobody knows."""
+    return any(isinstance(part, KeptFirst) or not is_from_library(type(part)) for part in parts(order))

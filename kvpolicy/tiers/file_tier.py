@@ -220,11 +220,14 @@ class FileTier:
     def store(self, job: int, chain: Chain, blocks: Mapping[int, Pieces]) -> list[int]:
         self._settle()
         digests = [digest_of_key(key) for key in chain]
-        wanted = [index for index in sorted(blocks) if self._is_new(digests[index])]
-        wanted = self._first(wanted, self._queue_blocks - len(self._writing), "refused_queue_full")
+        new = [index for index in sorted(blocks) if self._is_new(digests[index])]
+        wanted = self._first(new, self._queue_blocks - len(self._writing), "refused_queue_full")
         evicted = self._evict(len(wanted), digests)
         wanted = self._first(wanted, self._occupancy.room + len(evicted), "refused_no_room")
         self._policy.stored(Part(digests, chain.first) if isinstance(chain, Part) else digests, wanted)
+        if isinstance(self._policy, Hinted):  # which may hold back what does not come
+            for index in new[len(wanted) :]:
+                self._policy.lost(digests[index])
         if wanted:
             self._open_jobs[job] = len(wanted)
         for place, index in enumerate(wanted):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class ShareGPT(SessionFile):
 
     def _sessions(self, counts: Counts) -> Iterator[Session]:
         rng = stream(self.seed, "think times")
-        number = 0
+        number, names = 0, set[str]()
         try:
             for where, text in items(self.path):
                 counts.rows += 1
@@ -76,7 +76,9 @@ class ShareGPT(SessionFile):
                     counts.empty += 1
                     continue
                 number += 1
-                yield Session(name or f"conversation-{number}", turns, self.block_tokens)
+                name = _unused(name or f"conversation-{number}", names)
+                names.add(name)
+                yield Session(name, turns, self.block_tokens)
         except DamagedFile as error:
             counts.damage(self.care, str(error))
 
@@ -98,6 +100,15 @@ class ShareGPT(SessionFile):
             return self.tokenizer(text)
         words = len(text.split())
         return max(1, round(words * self.tokens_per_word)) if words else 0
+
+
+def _unused(name: str, names: Container[str]) -> str:
+    """The name, or where another conversation has it, the same with a number: files repeat ids."""
+    number, unused = 1, name
+    while unused in names:
+        number += 1
+        unused = f"{name}.{number}"
+    return unused
 
 
 def _messages(text: str) -> tuple[str, list[tuple[bool, str]]]:

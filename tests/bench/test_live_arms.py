@@ -56,7 +56,7 @@ def test_an_arm_that_cannot_be_read_is_named(
 
 def test_arms_of_a_model_are_commands_and_of_a_url_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "require", lambda name: None)
-    settings = ServerSettings("always-swap", host_gib=2.0, order="mlfq")
+    settings = ServerSettings("always-swap", host_gib=2.0, order="mlfq", cache="lru")
     arms = arms_of(BenchTarget("llm", ("vllm", "kvpolicy", 'las={"order": "las"}', "hints"), settings, ("--seed", "3")))
     stock, plugin, las, hints = arms
     assert "--kv-transfer-config" not in stock.command and stock.command[-2:] == ("--seed", "3")
@@ -130,6 +130,18 @@ def test_an_arm_has_vllm_flags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
             arms_of(BenchTarget("http://there:8000", (f"a={given}",)))
 
 
+def test_an_arm_whose_server_heeds_no_hint_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be one without hints, by another name. Stock vLLM, or a server that runs, may be sent what others are.
+    """
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    for silent in ("hints", 'a={"hints": true, "order": "mlfq"}'):
+        with pytest.raises(WrongValue, match="sends hints, of which nothing comes without a cache: give it --cache"):
+            arms_of(BenchTarget("llm", (silent,)))
+    for heeding in ('a={"hints": true, "cache": "lru"}', 'a={"hints": true, "order": "hints/mlfq"}'):
+        assert arms_of(BenchTarget("llm", (heeding, 'vllm={"hints": true}')))[0].hints
+    assert arms_of(BenchTarget("http://there:8000", ("hints",)))[0].hints
+
+
 def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody said how: neither of a single one, nor on a GPU."""
     monkeypatch.setattr(launch, "require", lambda name: None)
@@ -139,7 +151,8 @@ def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: 
     build = {"vllm": "0.32.0+cpu"}
     monkeypatch.setattr(launch, "version", build.__getitem__)
     share = "--gpu-memory-utilization"
-    two = sharing_memory(BenchTarget("llm", ("vllm", "kvpolicy", "hints"), vllm_flags=("--seed", "3")))
+    settings = ServerSettings("always-swap", cache="lru")
+    two = sharing_memory(BenchTarget("llm", ("vllm", "kvpolicy", "hints"), settings, ("--seed", "3")))
     assert two.vllm_flags == ("--seed", "3", share, "0.3"), "hints are of the same server as kvpolicy"
     assert all(arm.command[-2:] == (share, "0.3") for arm in arms_of(two))
     three = BenchTarget("llm", ("vllm", "a", 'b={"order": "las"}'))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,31 @@ def test_a_second_interrupt_leaves_no_server(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         server.__exit__(None, None, None)
     assert wait(10.0) == -signal.SIGKILL
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from kvpolicy_vllm.bench import live_server
+
+folder = Path(sys.argv[1])
+live_server._answers = lambda url: (folder / "up").exists()
+server = "trap 'touch {0}/told; exit' TERM; echo $$ > {0}/pid; touch {0}/up; while :; do sleep 0.05; done"
+with live_server.LiveServer(["/bin/sh", "-c", server.format(folder), "--"], folder / "log"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl(2) is Linux's")
+def test_a_server_ends_with_a_bench_that_is_killed(tmp_path: Path) -> None:
+    """Told to, so that it ends its own processes: else it would hold the memory that the next bench needs."""
+    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)]).returncode == -signal.SIGKILL
+    process = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    for _ in range(400):
+        if not process.exists():
+            break
+        time.sleep(0.05)
+    assert (tmp_path / "told").exists() and not process.exists()
 
 
 def test_cpu_time_is_that_of_all_processes_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from kvpolicy.fields import WrongValue
 from kvpolicy.order import Order, load
+from kvpolicy.order.kept_first import may_read_hints
 from kvpolicy.request_marks import ALL_TOKENS, NO_HINTS, Hints
-from tests.order.made import progress, view
+from tests.order.made import ByLevel, progress, view
 
 CHAT, ONCE = Hints(keep_s=60.0, session="a"), Hints(once=True)
 
@@ -25,6 +26,8 @@ def rank_of(order: Order, hints: Hints, **values: int) -> tuple[float, ...]:
         (Hints(once=True, pin_tokens=ALL_TOKENS, keep_s=9.0), 2),
         (Hints(pin_tokens=5), 1),
         (Hints(session="a", ended=True), 1),
+        (Hints(session="a", ended=True, pin_tokens=5, keep_s=9.0), 1),
+        (Hints(session="a", pin_tokens=5, keep_s=9.0), 0),
         (Hints(keep_s=0.0), 1),
     ],
 )
@@ -46,3 +49,8 @@ def test_it_says_who_makes_room_and_the_inner_order_decides_among_equals() -> No
 def test_it_takes_no_value() -> None:
     with pytest.raises(WrongValue, match="has 'keep', which it does not take"):
         load("hints:keep")
+
+
+def test_orders_that_may_read_hints_are_told_from_others() -> None:
+    assert may_read_hints(load("urgent/hints:victims=least-computed")) and may_read_hints(ByLevel())
+    assert not may_read_hints(load("urgent/classes:a+b/mlfq"))

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpolicy.caching import Hinted
 from kvpolicy.errors import InputError
+from kvpolicy.request_marks import ANYBODY, HintLimits, Hints
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, FileTier, block_files, digest_of_key, idle_folders
 from kvpolicy.tiers.block_format import PAGE, aligned_memory
 from kvpolicy.tiers.idle_folders import ASK_AGAIN_S, CLAIMED_S, LOOK_AGAIN_S
@@ -233,6 +235,21 @@ def test_a_full_queue_refuses_and_nobody_waits(tmp_path: Path, monkeypatch: pyte
     gate.open()
     assert [{*one.done} for one in ended(tier)] == [{b"a", b"b"}]
     assert tier.lookup(chain) == 2 and tier.store(3, [b"e"], {0: [content(b"e")]}) == [0]
+    ended(tier)
+    tier.close()
+
+
+def test_what_a_full_queue_refuses_is_held_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the room of what is there, for as long as a client asked."""
+    tier = opened(tmp_path, queue_blocks=2, hints=HintLimits(class_share=0.5))
+    gate = Gate(monkeypatch, "rename")
+    chain = [*CHAIN, b"d"]
+    tier.hinted(chain, Hints(keep_s=60.0), ANYBODY, over=True)
+    policy = tier._policy
+    assert isinstance(policy, Hinted) and policy.held_blocks == 4
+    assert tier.store(1, chain, {index: [content(key)] for index, key in enumerate(chain)}) == [0, 1]
+    assert policy.held(map(digest_of_key, chain)) == {digest_of_key(key) for key in chain[:2]}
+    gate.open()
     ended(tier)
     tier.close()
 

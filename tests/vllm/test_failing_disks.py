@@ -21,11 +21,11 @@ pytest.importorskip("vllm")
 from tests.tiers.blocks import files_of
 from tests.vllm import harness, test_file_index
 from tests.vllm.conftest import job
-from tests.vllm.test_faults_of_files import PATIENCE_S, engine
+from tests.vllm.test_faults_of_files import PATIENCE_S, engine, mostly_slow
 from tests.vllm.test_file_index import CONVERSATIONS, FLEETING, POLICIES, Servers, counted
 
 MOUNTS = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "mkfs.ext4", "fsfreeze")))
-pytestmark = [pytest.mark.slow, pytest.mark.feature("prompts in files, beyond restarts")]
+pytestmark = pytest.mark.feature("prompts in files, beyond restarts")
 mounted = pytest.mark.skipif(not MOUNTS, reason="needs root, unshare, mkfs.ext4 and fsfreeze, to mount a disk")
 first, second = test_file_index.first, test_file_index.second
 
@@ -135,7 +135,7 @@ def disk(
 
 def with_policies(*names: str) -> pytest.MarkDecorator:
     """Tests of a disk below host memory with these caching policies, and of servers that differ in all else, too."""
-    return pytest.mark.parametrize("disk", names, indirect=True)
+    return pytest.mark.parametrize("disk", mostly_slow(names), indirect=True)
 
 
 @mounted
@@ -149,6 +149,7 @@ def test_a_full_disk(disk: Disk) -> None:
 
 
 @mounted
+@pytest.mark.slow
 @with_policies("lru", "cost", "arc")
 def test_a_disk_that_turns_read_only(disk: Disk) -> None:
     """As a file system does that has found an error on its disk. What was stored before is loaded afterwards, too."""
@@ -160,6 +161,7 @@ def test_a_disk_that_turns_read_only(disk: Disk) -> None:
 
 
 @mounted
+@pytest.mark.slow
 @with_policies("lru", "lfu", "cost")
 def test_a_disk_that_hangs(disk: Disk) -> None:
     """Nobody waits for it for longer than some seconds, and it is used again when it goes on."""

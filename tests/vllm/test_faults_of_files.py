@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,17 @@ from tests.tiers.blocks import files_of
 from tests.vllm import harness, test_file_index
 from tests.vllm.test_file_index import CONVERSATIONS, FLEETING, POLICIES, Servers, counted
 
-pytestmark = [pytest.mark.slow, pytest.mark.feature("prompts in files, beyond restarts")]
+pytestmark = pytest.mark.feature("prompts in files, beyond restarts")
 first, second, stock = test_file_index.first, test_file_index.second, test_file_index.stock
+QUICK = "cost"
+"""The caching policy by which faults of files are tested each time; the others take their time with the slow tests."""
 PATIENCE_S = 1200.0
 """Whatever is waited for comes much sooner, except on a machine that is busy with something else."""
+
+
+def mostly_slow(names: Iterable[str]) -> list[Any]:
+    """Parameters for caching policies: tests of all but :data:`QUICK` are slow."""
+    return [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture
@@ -70,7 +77,7 @@ def half_written(files: Path) -> list[Path]:
     return [*files.rglob("writing/*")]
 
 
-@pytest.mark.parametrize("cache", POLICIES)
+@pytest.mark.parametrize("cache", mostly_slow(POLICIES))
 def test_an_engine_that_is_killed_while_it_writes(
     servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], cache: str, tmp_path: Path
 ) -> None:
@@ -97,7 +104,7 @@ def test_an_engine_that_is_killed_while_it_writes(
     assert [path.name for path in servers.files.glob("*/*")] == ["0"]
 
 
-@pytest.mark.parametrize("cache", POLICIES)
+@pytest.mark.parametrize("cache", mostly_slow(POLICIES))
 def test_two_engines_in_one_folder(
     servers: Servers, first: list[dict[str, Any]], second: list[dict[str, Any]], cache: str, tmp_path: Path
 ) -> None:

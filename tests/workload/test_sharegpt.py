@@ -36,6 +36,17 @@ def test_sharegpt_by_hand(tmp_path: Path) -> None:
     assert "1 a word" in source.source
 
 
+def test_conversations_with_one_id_stay_apart(tmp_path: Path) -> None:
+    """Else their turns would be dealt as those of one, and a prompt be shorter than the one before it."""
+    one, *_ = published_files.SHAREGPT
+    ids = ["same", "same", "same.2", "same"]
+    path = published_files.put(tmp_path, "sg.json", _json([one | {"id": name} for name in ids]))
+    result = list(ShareGPT(path, Think(1.0), Starting(Even(1.0)), tokens_per_word=1.0))
+    turns = [request.session for request in result]
+    assert {*turns} == {"same", "same.2", "same.2.2", "same.3"}
+    assert [turns.count(name) for name in {*turns}] == [len(turns) // 4] * 4
+
+
 def test_a_tokenizer_counts_instead(tmp_path: Path) -> None:
     path = published_files.put(tmp_path, "sg.json", _json(published_files.SHAREGPT))
     result = list(ShareGPT(path, Think(0.0), tokenizer=len, count=1))

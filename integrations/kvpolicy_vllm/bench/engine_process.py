@@ -31,7 +31,7 @@ FLAGS = "server_flags"
 LAST_LINES = 40
 PATIENCE_S = 20.0
 """Seconds that an engine without further jobs may take to exit before it is killed."""
-SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2), which outlives exec(2)
 
 
 def environment(measures: bool = True, as_server: bool = False) -> dict[str, str]:

@@ -152,7 +152,7 @@ def _arm(text: str, at: BenchTarget) -> LiveArm:
             "arm", f'is {text!r}, whose "plugin" should be true or false, and false for {STOCK} or reserve'
         )
     with_flags = replace(at, vllm_flags=(*at.vllm_flags, *_own_flags(text, given)))
-    command = _command(name, given, with_flags, has_plugin)
+    command = _command(name, given, with_flags, has_plugin, hints)
     return LiveArm(name, command=tuple(command), hints=hints, reserve=reserve)
 
 
@@ -181,7 +181,7 @@ def _switch(text: str, given: dict[str, Any]) -> Switch | None:
     return Switch(control, **settings)
 
 
-def _command(name: str, given: Mapping[str, Any], at: BenchTarget, has_plugin: bool) -> Sequence[str]:
+def _command(name: str, given: Mapping[str, Any], at: BenchTarget, has_plugin: bool, hints: bool) -> Sequence[str]:
     if not has_plugin:
         if given:
             raise WrongValue(
@@ -189,6 +189,10 @@ def _command(name: str, given: Mapping[str, Any], at: BenchTarget, has_plugin: b
             )
         return [*launch.server(at.target), *at.vllm_flags]
     settings = read(ServerSettings, changed_values(at.settings) | dict(given), f"arm {name}")
+    if hints and not settings.heeds_hints:
+        raise WrongValue(
+            "arm", f"{name} sends hints, of which nothing comes without a cache: give it --cache, or --order hints"
+        )
     refuse_unsafe_files(settings)
     return launch.serve_command(at.target, launch.options(settings), at.vllm_flags)
 

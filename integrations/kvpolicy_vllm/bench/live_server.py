@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvpolicy.errors import EngineFailed, InputError
-from kvpolicy_vllm.bench.engine_process import LAST_LINES, environment
+from kvpolicy_vllm.bench.engine_process import LAST_LINES, SET_PARENT_DEATH_SIGNAL, environment
 from kvpolicy_vllm.bench.root_cause import is_short_of_memory, root_cause
 from kvpolicy_vllm.launch import core_variables
 
@@ -31,11 +32,20 @@ CORES = "Cpus_allowed_list:"
 """In /proc/PID/task/*/status, before the cores that a thread may run on, as 0-1,4."""
 ENDED = "ZX"
 """States of a process whose first thread has ended: zombies, and dead ones."""
+END_WITH_PARENT = f"""
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl({SET_PARENT_DEATH_SIGNAL}, signal.SIGTERM)
+if os.getppid() == int(parent):
+    os.execvp(command[0], command)
+"""
+"""Becomes the command behind it, and is told to end when the process with the id before it ends, even if killed."""
 OWN_FLAGS = {"--host": "the bench chooses it", "--port": "the bench chooses it", "--api-key": "the bench sends no key"}
 
 
 class LiveServer:
-    """A server from a command of `vllm serve`, without host and port. A context manager, up and answering inside.
+    """A server from a command of `vllm serve`, without host and port. A context manager, up and answering inside. It
+    ends with the process that started it, and on Linux with the thread.
 
     ``log``: where its output goes. ``say``: called with a line when it is waited for. Raises EngineFailed, with
     the error that was the cause and the last lines of its output, where it ends instead of answering; without these
@@ -55,7 +65,7 @@ class LiveServer:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*self._command, "--host", HOST, "--port", str(port)],
+                ending_with_parent([*self._command, "--host", HOST, "--port", str(port)]),
                 env=environment_of(self._command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -130,6 +140,13 @@ class LiveServer:
 def environment_of(command: Sequence[str]) -> dict[str, str]:
     """The environment that the server of a command is started in."""
     return environment(measures=False) | core_variables(command, os.environ)
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """The command of a process that ends with this one, which may be killed. On Linux alone: elsewhere as it is."""
+    if sys.platform != "linux":
+        return [*command]
+    return [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command]
 
 
 def free_port() -> int:

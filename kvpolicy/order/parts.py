@@ -1,0 +1,20 @@
+"""The orders that an order is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpolicy.order.base import Order
+from kvpolicy.order.rules import Layered
+from kvpolicy.order.wrapper import Wrapper
+
+
+def parts(order: Order) -> Iterator[Order]:
+    """The orders by which it ranks, without what wraps them, the outer ones first."""
+    if isinstance(order, Layered):
+        yield from parts(order.outer)
+        yield from parts(order.inner)
+    elif isinstance(order, Wrapper):
+        yield from parts(order.base)
+    else:
+        yield order
