@@ -159,10 +159,12 @@ class ServerSettings:
         """What a server with these settings would do in vain."""
         order = orders.load(self.order, self.allow_python_policies)
         said = unlisted_classes(order, () if self.classes is None else self.classes.names)
-        if self.hints is not None and self.hints.keep_s and not self.heeds_hints:
+        if self.hints is None:
+            return said
+        if self.hints.keep_s and not self.heeds_hints and self.control is None:  # which may name an order by hints yet
             said.append("--hints is given without --cache and without an order by hints: nothing comes of hints")
-        if self.hints is not None and not self.hints.keep_s and any(isinstance(one, KeptFirst) for one in parts(order)):
-            said.append(f"order {order.name} is given with --hints none, which grants no keep_s: nobody goes first by it")
+        if not self.hints.keep_s and any(isinstance(part, KeptFirst) for part in parts(order)):
+            said.append(f"order {order.name} puts nobody first: --hints none, which is given, too, grants no keep_s")
         return said
 
     @property

@@ -486,7 +486,8 @@ def test_classes_of_the_order_that_nobody_is_granted_are_warned_of(
         (["--hints", "share=0.4", "--order", "hints"], ""),
         (["--hints", "share=0.4", "--cache", "lru"], ""),
         (["--hints", "none"], ""),
-        (["--hints", "none", "--order", "urgent/hints"], "order urgent/hints is given with --hints none, which grants"),
+        (["--hints", "share=0.4", "--control", "/run/kvpolicy/control"], ""),
+        (["--hints", "none", "--order", "urgent/hints"], "order urgent/hints puts nobody first: --hints none"),
     ],
 )
 def test_hints_of_which_nothing_comes_are_warned_of(

@@ -8,6 +8,10 @@ from math import inf
 from kvpolicy.code_digest import is_from_library
 from kvpolicy.order.base import Order, Progress, Rank, View
 from kvpolicy.order.parts import parts
+from kvpolicy.order.rules import Srpt, by_lengths, by_limit
+
+PREDICTORS = (by_lengths, by_limit)
+"""Predictors of lengths that ship: neither goes by hints."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -16,8 +20,9 @@ class KeptFirst(Order):
     displace what comes once: their blocks are of use afterwards, and somebody waits for the next turn.
 
     rank = 0 for ``keep_s``, 2 for ``once``, 1 for others. Beside ``once`` or ``ended``, ``keep_s`` is the time of a pin
-    and nothing else: one of many texts behind a prefix goes last, whatever it pins. Clients say it themselves: where they are not to be believed, an operator grants
-    classes (:class:`~kvpolicy.order.by_class.ByClass`). It gives up the time of those displaced.
+    and nothing else: one of many texts behind a prefix goes last, whatever it pins. Clients say it themselves: where
+    they are not to be believed, an operator grants classes (:class:`~kvpolicy.order.by_class.ByClass`). It gives up the
+    time of those displaced.
     """
 
     name: str
@@ -36,5 +41,10 @@ class KeptFirst(Order):
 
 
 def may_read_hints(order: Order) -> bool:
-    """Whether the order, or a part of it, ranks by hints, or is one of a user's own, of which nobody knows."""
-    return any(isinstance(part, KeptFirst) or not is_from_library(type(part)) for part in parts(order))
+    """Whether the order, or a part of it, ranks by hints, or runs a user's code, of which nobody knows."""
+    return any(
+        isinstance(part, KeptFirst)
+        or not is_from_library(type(part))
+        or (isinstance(part, Srpt) and part.predictor not in PREDICTORS)
+        for part in parts(order)
+    )

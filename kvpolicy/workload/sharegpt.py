@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class ShareGPT(SessionFile):
 
     def _sessions(self, counts: Counts) -> Iterator[Session]:
         rng = stream(self.seed, "think times")
-        number, names = 0, set[str]()
+        number, named = 0, dict[str, int]()
         try:
             for where, text in items(self.path):
                 counts.rows += 1
@@ -76,9 +76,7 @@ class ShareGPT(SessionFile):
                     counts.empty += 1
                     continue
                 number += 1
-                name = _unused(name or f"conversation-{number}", names)
-                names.add(name)
-                yield Session(name, turns, self.block_tokens)
+                yield Session(_unused(name or f"conversation-{number}", named), turns, self.block_tokens)
         except DamagedFile as error:
             counts.damage(self.care, str(error))
 
@@ -102,12 +100,14 @@ class ShareGPT(SessionFile):
         return max(1, round(words * self.tokens_per_word)) if words else 0
 
 
-def _unused(name: str, names: Container[str]) -> str:
-    """The name, or where another conversation has it, the same with a number: files repeat ids."""
-    number, unused = 1, name
-    while unused in names:
-        number += 1
-        unused = f"{name}.{number}"
+def _unused(name: str, named: dict[str, int]) -> str:
+    """The name, or where another conversation has it, the same with a number: files repeat ids. ``named``: names in
+    use, with how often each was asked for; this one is added."""
+    unused = name
+    while unused in named:
+        named[name] += 1
+        unused = f"{name}.{named[name]}"
+    named[unused] = 1
     return unused
 
 

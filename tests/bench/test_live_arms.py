@@ -43,6 +43,8 @@ from tests.snippets import commands
         (('a={"vllm_flags": ["--dtype=half"]}',), (), "--dtype should be that of all arms"),
         (('a={"vllm_flags": ["--seed", "3", "--max_model_len", "99"]}',), (), "--max-model-len should be that of all"),
         (('a={"vllm_flags": ["--kv-transfer-config", "{}"]}',), (), "kv-transfer-config"),
+        (('a={"vllm_flags": ["--seed", "3", "-q", "fp8"]}',), (), "--quantization should be that of all"),
+        (('a={"vllm_flags": ["--revision=new"]}',), (), "--revision should be that of all arms"),
         ((), ("--port", "1"), "--port cannot be given"),
     ],
 )
@@ -125,6 +127,10 @@ def test_an_arm_has_vllm_flags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert wide.command == (*stock.command, *more)
     assert plugin.command[-4:] == ("--num-gpu-blocks-override", "480", "--seed", "4")
     assert "--kv-transfer-config" in plugin.command and same.command == stock.command
+    (ranks,) = arms_of(BenchTarget("llm", ('a={"plugin": false, "vllm_flags": ["-tp", "2"]}',)))
+    assert ranks.command[-2:] == ("-tp", "2")
+    with pytest.raises(InputError, match="--config"):
+        arms_of(BenchTarget("llm", ('a={"vllm_flags": ["--config", "some.yaml"]}',)))
     for given in ('{"vllm_flags": ["--seed", "4"]}', '{"plugin": false}'):
         with pytest.raises(WrongValue, match="of a server that runs, JSON has"):
             arms_of(BenchTarget("http://there:8000", (f"a={given}",)))
@@ -162,6 +168,10 @@ def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: 
                   "4G"), ("--config", str(tmp_path / "config.yaml"))):  # fmt: skip
         at = replace(three, vllm_flags=given)
         assert sharing_memory(at) is at
+    larger = ("vllm", 'a={"vllm_flags": ["--kv-cache-memory-bytes", "4G"]}')
+    assert len(arms_of(BenchTarget("llm", larger, vllm_flags=(share, "0.2")))) == 2
+    with pytest.raises(WrongValue, match="give all arms a share of the memory, too, as --gpu-memory-utilization 0.3"):
+        arms_of(BenchTarget("llm", larger))
     for alone in (BenchTarget("llm", ("vllm",)), BenchTarget("http://there:8000")):
         assert sharing_memory(alone) is alone
     build["vllm"] = "0.32.0"

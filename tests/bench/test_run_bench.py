@@ -456,7 +456,8 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> BenchTarget:
     monkeypatch.setattr(launch, "require", lambda name: None)
     for seen in (Started.said, Started.alive, Started.alone, Started.ports):
         seen.clear()
-    return BenchTarget("some/llm", ("vllm", "kvpolicy", "hints"), rounds_per_start=2)
+    settings = ServerSettings("always-swap", cache="lru")
+    return BenchTarget("some/llm", ("vllm", "kvpolicy", "hints"), settings, rounds_per_start=2)
 
 
 FIVE = replace(ANALYTICS, prefix_tokens=(40, 80), rounds=5, price_ratio=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpolicy.fields import WrongValue
-from kvpolicy.order import Order, load
+from kvpolicy.order import Order, load, load_order
 from kvpolicy.order.kept_first import may_read_hints
 from kvpolicy.request_marks import ALL_TOKENS, NO_HINTS, Hints
 from tests.order.made import ByLevel, progress, view
@@ -53,4 +53,5 @@ def test_it_takes_no_value() -> None:
 
 def test_orders_that_may_read_hints_are_told_from_others() -> None:
     assert may_read_hints(load("urgent/hints:victims=least-computed")) and may_read_hints(ByLevel())
-    assert not may_read_hints(load("urgent/classes:a+b/mlfq"))
+    assert may_read_hints(load_order("urgent/srpt:python:tests.order.own_predictor:by_class"))
+    assert not any(map(may_read_hints, map(load, ("urgent/classes:a+b/mlfq", "srpt:limit", "las/srpt:lengths"))))

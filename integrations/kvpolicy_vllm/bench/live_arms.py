@@ -32,8 +32,10 @@ SHARE_FLAGS = (SHARE, "--kv-cache-memory-bytes")
 SHARE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 OWN_FLAGS = "vllm_flags"
 """In an arm's JSON, vLLM's flags of its server alone."""
-SHARED_FLAGS = ("--dtype", "--model", "--quantization", "--max-model-len")
-"""That an arm may not have for itself: its tokens, or the conversations that fit, would be others."""
+SHARED_FLAGS = ("--dtype", "--model", "--revision", "--quantization", "--max-model-len", "--config")
+"""That an arm may not have for itself: its tokens, or the conversations that fit, would be others. vLLM puts a file of
+flags before those of the command line, so that the flags of all arms would win over it."""
+SHORT_FLAGS = {"-q": "--quantization"}
 DTYPES = {"half": "float16", "float": "float32"}
 """Of vLLM's flag, what has another name elsewhere."""
 CPU_SHARES = 0.6
@@ -91,10 +93,15 @@ def sharing_memory(at: BenchTarget) -> BenchTarget:
     """The target, whose several servers on a CPU each get an equal share of :data:`CPU_SHARES` where none is given:
     vLLM takes 0.92 of all memory by default, so that the second server would not start. Raises as :func:`arms_of`."""
     servers = len({arm.command for arm in arms_of(at)})
-    is_given = os.environ.get(SHARE_VARIABLE) or launch.has_any(at.vllm_flags, SHARE_FLAGS)
-    if at.is_url or servers < 2 or is_given or not launch.computes_on_cpu(os.environ):
+    if at.is_url or servers < 2 or _has_share(at):
         return at
     return replace(at, vllm_flags=(*at.vllm_flags, SHARE, f"{int(100 * CPU_SHARES / servers) / 100:g}"))
+
+
+def _has_share(at: BenchTarget) -> bool:
+    """Whether somebody said what share of the memory servers take, or nobody needs to: on a GPU vLLM's is taken."""
+    is_given = os.environ.get(SHARE_VARIABLE) or launch.has_any(at.vllm_flags, SHARE_FLAGS)
+    return bool(is_given) or not launch.computes_on_cpu(os.environ)
 
 
 def dtype_of(at: BenchTarget) -> str:
@@ -151,7 +158,10 @@ def _arm(text: str, at: BenchTarget) -> LiveArm:
         raise WrongValue(
             "arm", f'is {text!r}, whose "plugin" should be true or false, and false for {STOCK} or reserve'
         )
-    with_flags = replace(at, vllm_flags=(*at.vllm_flags, *_own_flags(text, given)))
+    own_flags = _own_flags(text, given)
+    if own_flags and launch.has_any(own_flags, SHARE_FLAGS) and not _has_share(at):
+        raise WrongValue("arm", f"is {text!r}: give all arms a share of the memory, too, as {SHARE} 0.3")
+    with_flags = replace(at, vllm_flags=(*at.vllm_flags, *own_flags))
     command = _command(name, given, with_flags, has_plugin, hints)
     return LiveArm(name, command=tuple(command), hints=hints, reserve=reserve)
 
@@ -161,11 +171,12 @@ def _own_flags(text: str, given: dict[str, Any]) -> Sequence[str]:
     own_flags = given.pop(OWN_FLAGS, [])
     if not isinstance(own_flags, list) or not all(isinstance(word, str) and word for word in own_flags):
         raise WrongValue("arm", f'is {text!r}, whose "{OWN_FLAGS}" should be a list of texts, words of the command')
-    if own_flags and not own_flags[0].startswith("--"):
+    if own_flags and not own_flags[0].startswith("-"):
         raise WrongValue("arm", f'is {text!r}, whose "{OWN_FLAGS}" should begin with a flag, as --max-num-seqs')
     refuse_own_flags(own_flags)
+    written_out = [SHORT_FLAGS.get(word[:2], word) for word in own_flags]
     for flag in SHARED_FLAGS:
-        if launch.has_any(own_flags, (flag,)):
+        if launch.has_any(written_out, (flag,)):
             raise WrongValue("arm", f"is {text!r}: {flag} should be that of all arms, whose tokens are compared")
     return own_flags
 

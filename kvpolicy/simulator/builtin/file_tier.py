@@ -82,13 +82,20 @@ class FileTier:
             return
         if len(self._writes) >= self._cache.file_queue_blocks:
             self.left_out += 1
+            self._refuse(key)
             return
         if len(self._policy) >= self._policy.capacity and not self._policy.evict(1, self._writing):
+            self._refuse(key)
             return
         self._policy.stored(chain, (position,))
         self._written_s = max(self.now_s, self._written_s) + self._cache.file_latency_s + self._block_s
         self._writes.append((self._written_s, key))
         self._writing.add(key)
+
+    def _refuse(self, key: Key) -> None:
+        """The block does not come: hints hold it no longer."""
+        if isinstance(self._policy, Hinted):
+            self._policy.lost(key)
 
     def read_s(self, blocks: int) -> float:
         """Seconds until so many blocks were read, beginning now, with those before them in the queue."""

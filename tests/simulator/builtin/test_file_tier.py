@@ -121,6 +121,16 @@ def test_a_window_that_is_to_be_kept_stays_in_files() -> None:
     assert files.lookup("ab") == 0
 
 
+def test_what_the_queue_refuses_is_held_no_longer() -> None:
+    policy = Hinted(Lru(4), lambda: 0.0, 16, HintLimits(share=0.5, class_share=0.5))
+    files = FileTier(replace(CACHE, file_queue_blocks=1), BYTES, policy)
+    files.hinted("ab", Hints(keep_s=60.0), ANYBODY, over=True)
+    assert policy.held("ab") == {"a", "b"}
+    for position in range(2):
+        files.write("ab", position)
+    assert files.left_out == 1 and policy.held("ab") == {"a"}
+
+
 def test_files_hear_of_hints_as_host_memory_does() -> None:
     """Host memory may hold four blocks of a window, files all of it."""
     cache = replace(CACHE, file_blocks=12, file_queue_blocks=40, hints=HintLimits(share=0.8, class_share=0.8))
