@@ -28,7 +28,7 @@ def test_a_server_reads_what_a_client_says(said: dict[str, Any], marks: Marks) -
 @pytest.mark.parametrize("key", ["se\ncret", "se\x7fcret", "sécret", "se\rcret"])
 def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(InputError, match="^OPENAI_API_KEY: should be one line of printable ASCII characters$"):
+    with pytest.raises(InputError, match=r"^OPENAI_API_KEY: should be one line of printable ASCII characters$"):
         authorization()
 
 

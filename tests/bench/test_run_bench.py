@@ -21,7 +21,7 @@ from kvpolicy.cli import main
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.reporting.pipeline import report
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad
+from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad, ServerSettings
 from kvpolicy.stats import student_ratio
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import WorkloadError

@@ -168,7 +168,7 @@ def _arm(text: str, at: BenchTarget) -> LiveArm:
 
 def _own_flags(text: str, given: dict[str, Any]) -> Sequence[str]:
     """vLLM's flags of an arm alone, which come after those of all; taken out of ``given``."""
-    own_flags = given.pop(OWN_FLAGS, [])
+    own_flags: list[str] = given.pop(OWN_FLAGS, [])
     if not isinstance(own_flags, list) or not all(isinstance(word, str) and word for word in own_flags):
         raise WrongValue("arm", f'is {text!r}, whose "{OWN_FLAGS}" should be a list of texts, words of the command')
     if own_flags and not own_flags[0].startswith("-"):
