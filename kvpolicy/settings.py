@@ -31,7 +31,7 @@ from kvpolicy.order import Order
 from kvpolicy.order import spec as orders
 from kvpolicy.order.by_class import unlisted_classes
 from kvpolicy.order.kept_first import KeptFirst, may_read_hints
-from kvpolicy.order.parts import parts
+from kvpolicy.order.order_parts import parts
 from kvpolicy.policy import HELP, Policy
 from kvpolicy.request_marks import HELP as CLASSES
 from kvpolicy.request_marks import HINT_HELP, Classes, HintLimits

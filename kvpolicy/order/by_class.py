@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvpolicy.order.base import Order, Progress, Rank, View
-from kvpolicy.order.parts import parts
+from kvpolicy.order.order_parts import parts
 from kvpolicy.request_marks import DEFAULT_CLASS
 
 

@@ -7,7 +7,7 @@ from math import inf
 
 from kvpolicy.code_digest import is_from_library
 from kvpolicy.order.base import Order, Progress, Rank, View
-from kvpolicy.order.parts import parts
+from kvpolicy.order.order_parts import parts
 from kvpolicy.order.rules import Srpt, by_lengths, by_limit
 
 PREDICTORS = (by_lengths, by_limit)

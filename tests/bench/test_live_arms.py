@@ -137,7 +137,8 @@ def test_an_arm_has_vllm_flags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_arm_whose_server_heeds_no_hint_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be one without hints, by another name. Stock vLLM, or a server that runs, may be sent what others are."""
+    """It would be one without hints, by another name. Stock vLLM, or a server that runs, may be sent what others are
+    sent."""
     monkeypatch.setattr(launch, "require", lambda name: None)
     for silent in ("hints", 'a={"hints": true, "order": "mlfq"}'):
         with pytest.raises(WrongValue, match="sends hints, of which nothing comes without a cache: give it --cache"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpolicy.order import load
-from kvpolicy.order.parts import parts
+from kvpolicy.order.order_parts import parts
 from kvpolicy.order.rules import VICTIM_RULES, WithVictims
 from kvpolicy.order.wrapper import Wrapper
 
