@@ -17,8 +17,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,7 +32,6 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
-    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -52,6 +51,7 @@ from kvpolicy.tiers import (
     refuse_unsafe,
     require_checksums,
 )
+from kvpolicy_vllm.named_chunks import Asked, by_group
 from kvpolicy_vllm.plugin.file_namespace import computed_by, configuration_of_callers
 from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S, FileReads
 
@@ -84,16 +84,6 @@ class TierSettings:
 
     def __post_init__(self) -> None:
         validate(self)
-
-
-@dataclass(slots=True)
-class Asked:
-    """What tiers know of a request, which vLLM keeps for them."""
-
-    tiers: set[int] = field(default_factory=set)
-    """Those that were told what it asks for, by their ids."""
-    places: dict[OffloadKey, int] = field(default_factory=dict)
-    """Place of each chunk that vLLM has named, among those of its KV cache group."""
 
 
 class BoundedFileTier(SecondaryTierManager):
@@ -200,8 +190,7 @@ class BoundedFileTier(SecondaryTierManager):
         tier = self.tier
         if tier is None:
             return LookupResult.MISS
-        place = self._place(key, self._ask(req_context), req_context)
-        fits = place < max(1, (len(self._rows) - self._held) // self._groups)
+        fits = self._ask(req_context).place(key) < max(1, (len(self._rows) - self._held) // self._groups)
         if not fits or not tier.lookup([self._salt + key]):
             return LookupResult.MISS
         if self._reads.suspended:
@@ -228,34 +217,23 @@ class BoundedFileTier(SecondaryTierManager):
 
     def _ask(self, request: ReqContext) -> Asked:
         """Tell the files once what the request asks for: vLLM says nothing of uses but that it looks chunks up."""
-        asked: Asked | None = request.get_state(Asked)
-        if asked is None:
-            request.set_state(asked := Asked())
+        asked = Asked.of(request)
         tier = self.tier
         if tier is not None and id(self) not in asked.tiers:
-            for chain in self._prompts(request).values():
+            for chunks in asked.groups.values():
                 asked.tiers.add(id(self))
-                tier.asked([self._salt + key for key in chain])
+                tier.asked([self._salt + key for key in chunks.keys])
         return asked
-
-    def _place(self, key: OffloadKey, asked: Asked, request: ReqContext) -> int:
-        """Place of the chunk among those of its group; 0 where vLLM does not say it. It names those that a request
-        generates as they come."""
-        if key not in asked.places and len(asked.places) < len(_named(request)):
-            for chain in self._prompts(request).values():
-                asked.places.update((one, place) for place, one in enumerate(chain))
-        return asked.places.get(key, 0)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         if self.tier is None or not self._may_hold(len(job_metadata.keys)):
             self._ended.append(JobResult(job_metadata.job_id, False))
             return
-        self._ask(job_metadata.req_context)
+        asked = self._ask(job_metadata.req_context)
         chunk_of = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
-        prompts = self._prompts(job_metadata.req_context)
         failed = self._begin(job_metadata)
-        for group, keys in self._chains(job_metadata.keys, job_metadata.req_context).items():
-            number, chain = next(self._numbers), part_of(prompts.get(group, ()), keys)
+        for group, keys in by_group(job_metadata.keys, job_metadata.req_context).items():
+            number, chain = next(self._numbers), asked.of_group(group).part(keys)
             salted = Part((self._salt + key for key in chain), chain.first)
             rows = {index: [self._rows[chunk_of[key]]] for index, key in enumerate(chain) if key in chunk_of}
             there = {index for index in rows if self.tier.lookup([salted[index]])}
@@ -312,20 +290,6 @@ class BoundedFileTier(SecondaryTierManager):
         elif self._opened is not None:
             self._opened.close(MAX_HANG_S)
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap its host memory while anybody has a view of it
-
-    def _prompts(self, request: ReqContext) -> dict[int, list[OffloadKey]]:
-        """By KV cache group, all chunks of the request that vLLM has named so far, in their order."""
-        return self._chains(_named(request), request)
-
-    @staticmethod
-    def _chains(keys: Collection[OffloadKey], request: ReqContext) -> dict[int, list[OffloadKey]]:
-        """The keys by KV cache group, each in the order of the request's tokens as far as vLLM says it."""
-        groups: dict[int, list[OffloadKey]] = {}
-        for key in keys:
-            groups.setdefault(get_offload_group_idx(key), []).append(key)
-        for chain in groups.values():
-            chain.sort(key=lambda key: request.get_offload_key_position(key) or 0)
-        return groups
 
     def _begin(self, job: TransferJob) -> set[OffloadKey]:
         self._jobs[job.job_id], self._open[job.job_id] = job, 0
@@ -384,21 +348,6 @@ class BoundedFileTier(SecondaryTierManager):
         self._held -= 0 if job.is_promotion else len(job.keys)
         done = tuple(key for key in job.keys if key not in failed)
         self._ended.append(JobResult(job_id, not failed, done if failed and job.is_promotion else None))
-
-
-def _named(request: ReqContext) -> Collection[OffloadKey]:
-    """All chunks of the request that vLLM has named so far."""
-    return getattr(request, "_offload_key_positions", ())
-
-
-def part_of(prompt: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> Part[OffloadKey]:
-    """The part of a prompt that has these chunks, with the one before them: a store has those of one step alone. The
-    keys themselves where some are not of the prompt."""
-    place = {key: at for at, key in enumerate(prompt)}
-    if not all(key in place for key in keys):
-        return Part(keys)
-    first = max(0, place[keys[0]] - 1)
-    return Part(prompt[first : place[keys[-1]] + 1], first)
 
 
 def refuse_small(max_gib: float, row_bytes: int) -> None:

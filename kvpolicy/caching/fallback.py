@@ -103,4 +103,6 @@ class Guarded(CachingPolicy):
 
 def guarded(policy: CachingPolicy, failed: Callable[[str], None]) -> CachingPolicy:
     """The policy, as :class:`Guarded` where it does not ship."""
-    return policy if type(policy).__module__.startswith(SHIPPED) else Guarded(policy, failed)
+    home = type(policy).__module__
+    ships = home == SHIPPED or home.startswith(f"{SHIPPED}.")
+    return policy if ships else Guarded(policy, failed)

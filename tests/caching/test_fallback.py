@@ -8,7 +8,7 @@ import pytest
 
 from kvpolicy.caching import Lru
 from kvpolicy.caching.base import Chain, Key
-from kvpolicy.caching.fallback import Guarded
+from kvpolicy.caching.fallback import Guarded, guarded
 from tests.caching.test_by_use import serve
 
 
@@ -82,3 +82,18 @@ def test_what_is_held_is_told_to_the_policy_and_to_the_one_in_its_place(raises: 
     assert isinstance(policy.policy, Lru) and policy.policy._held == {"b"}
     policy.hold_ended("b")
     assert policy.evict(1, ()) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("home", "ships"),
+    [
+        ("kvpolicy.caching", True),
+        ("kvpolicy.caching.by_use", True),
+        ("kvpolicy.caching_x", False),
+        ("kvpolicy.caching_x.by_use", False),
+        ("mine.kvpolicy.caching", False),
+    ],
+)
+def test_all_but_modules_of_the_package_itself_are_guarded(home: str, ships: bool) -> None:
+    policy = type("Own", (Lru,), {"__module__": home})(3)
+    assert isinstance(guarded(policy, lambda method: None), Guarded) != ships

@@ -25,6 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
@@ -220,6 +221,33 @@ def test_chunks_that_come_one_by_one_are_parts_of_one_prompt(servers: Any) -> No
     names = server.tier.tier._there.values()
     first, second, third = (digest_of_key(key) for key in keys_of("a", 3))
     assert {name.key: name.parent for name in names} == {first: NO_PARENT, second: first, third: second}
+
+
+class CountedKey(bytes):
+    """A chunk's key. Counts how often any of them is put in a set or a dictionary, or looked up there."""
+
+    lookups = 0
+
+    def __hash__(self) -> int:
+        CountedKey.lookups += 1
+        return super().__hash__()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_store_costs_the_same_however_much_its_request_has_generated(servers: Any, groups: int) -> None:
+    """On the scheduler's thread, where each chunk that is full is a job of its own."""
+    server = servers(chunks=16)
+    request, costs = server.begin([]), []
+    for number in range(64):
+        keys = [OffloadKey(CountedKey(make_offload_key(f"a/{number}".encode(), group))) for group in range(groups)]
+        for key in keys:
+            request.set_offload_key_position(key, number + 1)
+        before = CountedKey.lookups
+        server.tier.submit_store(TransferJob(number, keys, range(groups), False, request))
+        costs.append(CountedKey.lookups - before)
+        server.tier.tier.wait_idle()
+        assert [(job.job_id, job.success) for job in server.tier.get_finished_jobs()] == [(number, True)]
+    assert {*costs[1:]} == {costs[-1]}, "from the second on, which has one before it"
 
 
 def test_no_more_of_a_prompt_is_found_than_host_memory_holds(servers: Any) -> None:

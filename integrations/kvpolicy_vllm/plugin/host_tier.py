@@ -64,11 +64,14 @@ class HostTier:
         return finished
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """See :meth:`kvpolicy.host_store.HostStore.drop`."""
+        """See :meth:`kvpolicy.host_store.HostStore.drop`. It is of the protocol; a server drops what a failed copy has
+        spoiled by its block, as a newer content may have the same key
+        (:meth:`kvpolicy.host_store.HostStore.spoiled`)."""
         self._pool.drop(keys)
 
     def usage(self) -> Usage:
-        """``used_bytes`` and ``queued_blocks``: with those of preempted requests. O(blocks)."""
+        """``used_bytes`` and ``queued_blocks``: with those of preempted requests. O(blocks). It is of the protocol; a
+        server's gauges count slots without going over contents."""
         pool, size = self._pool, self._copies.block_bytes
         return Usage(
             blocks=pool.contents,
