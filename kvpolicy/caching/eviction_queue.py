@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, KeysView
 from heapq import heapify, heappop, heappush
 
 from kvpolicy.caching.base import CachingPolicy, Key
@@ -34,6 +34,9 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._place)
+
+    def keys(self) -> KeysView[Key]:
+        return self._place.keys()
 
     def rank(self, key: Key) -> Rank | None:
         """None for a block that is not there."""

@@ -346,16 +346,16 @@ class Device:
     """A device of a few places under a host pool. Prompts share beginnings; each place has a content, and what is
     loaded is compared with it."""
 
-    PLACES = 24
+    PLACES, SLOTS, LETTERS = 24, (1, 10), "ab"
 
-    def __init__(self, seed: int, make: Callable[[int], CachingPolicy]) -> None:
+    def __init__(self, seed: int, make: Callable[[int], CachingPolicy], stored: type[HostStore] = HostStore) -> None:
         self.random = random.Random(seed)
-        slots = self.random.randint(1, 10)
+        slots = self.random.randint(*self.SLOTS)
         cache = make(slots)
         self.now_s = 0.0
         if isinstance(cache, Hinted):
             cache._clock = lambda: self.now_s
-        self.store = HostStore(slots, cache)
+        self.store = stored(slots, cache)
         if seed % 4 == 0:
             self.store.admission.worth_saving = self.store.admission.worth_keeping = lambda blocks: blocks > 1
         self.content: list[Any] = [None] * self.PLACES
@@ -388,8 +388,8 @@ class Device:
         watched = [one for place in places if (one := store.watched.get(place)) is not None]
         coming = [one for one in watched if one.slot is None and not one.holders and one.node is not None]
         worth = {one.key for one in coming if one.node is not None and store.admission.worth_saving(one.node.reach)}
-        parents = {one.node.parent.key for one in coming if one.node is not None and one.node.parent}
         held = cache.held(worth) if isinstance(cache, Hinted) else frozenset()
+        before = {one.node.parent.key for one in coming if one.node is not None and one.node.parent}
         saved = store.lost(places)
         self.save(saved)
         if not isinstance(cache, Hinted) or held <= {*keys(saved)}:
@@ -398,12 +398,12 @@ class Device:
         kept = cache.held(store._by_key)
         assert not [one for one in saved if one in coming and one.cached and one.key not in kept]
         there = [one for one in store._by_key.values() if one.cached and one not in saved]
-        left = [one for one in there if one.key not in kept and one.key not in parents]
+        left = [one for one in there if one.key not in kept and one.key not in before]
         assert not left or isinstance(cache.inner, ByCost), "which gives up what no other one continues, only"
 
     def end(self) -> None:
         """A request is computed at fresh places, and gives them back."""
-        blocks = chain("".join(self.random.choice("ab") for _ in range(self.random.randint(1, 4))))
+        blocks = chain("".join(self.random.choice(self.LETTERS) for _ in range(self.random.randint(1, 4))))
         asked = self.random.randint(0, len(blocks))
         self.store.asked(blocks[:asked])
         self.hint(blocks[:asked])
@@ -441,7 +441,7 @@ class Device:
 
     def hit(self) -> None:
         """A prompt is found in host memory; its load takes a while."""
-        blocks = chain("".join(self.random.choice("ab") for _ in range(4)))
+        blocks = chain("".join(self.random.choice(self.LETTERS) for _ in range(4)))
         self.store.asked(blocks)
         count = self.store.lookup(blocks)
         if count:
