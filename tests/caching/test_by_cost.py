@@ -288,3 +288,14 @@ def test_where_nearly_all_is_held_the_same_goes_and_what_is_held_is_not_looked_t
         gone[-1].append(policy.evict(100, ()))
     assert gone[0] == gone[1] and len(gone[0][-1]) == 100
     assert looks[0] <= 8 * (SAMPLE + 10) < looks[1]
+
+
+def test_of_leaves_that_are_worth_the_same_the_first_goes_where_none_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that goes leaves its place to the last one."""
+    policy = ByCost(8)
+    policy.asked("abcde", 0)
+    for key in "abcde":
+        policy.stored([key], [0])
+    policy.hold_began("a")
+    monkeypatch.setattr(policy, "_drawn", lambda: iter(()))
+    assert policy.evict(4, "a") == ["b", "e", "d", "c"]
