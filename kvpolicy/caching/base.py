@@ -92,10 +92,11 @@ class CachingPolicy(ABC):
 
     def hold_began(self, key: Key) -> None:  # noqa: B027  # what is held is among the protected ones besides
         """Every eviction will have this block, there or not, among its ``protected`` ones, until :meth:`hold_ended`. So
-        a policy may set it aside, instead of passing over it at each of them."""
+        a policy may set it aside, instead of passing over it at each of them. It is told once, whatever holds the
+        block: hints, copies of preempted requests, loads, or several of these."""
 
     def hold_ended(self, key: Key) -> None:  # noqa: B027
-        """This block, there or not, may be given up again, in its turn."""
+        """This block, there or not, may be given up again, in its turn: nothing holds it any more."""
 
     @abstractmethod
     def lost(self, key: Key) -> None:

@@ -91,6 +91,9 @@ class ByCost(CachingPolicy):
         """By block, the last one there that continues it and is taken for an old one."""
         self._leaves: list[Key] = []
         self._leaf_at: dict[Key, int] = {}
+        self._held: set[Key] = set()
+        self._free_leaves: set[Key] = set()
+        """Leaves that are not held."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._there
@@ -241,7 +244,7 @@ class ByCost(CachingPolicy):
         while len(evicted) < count:
             value, key = self._lowest(self._drawn(), protected)
             if key is None:
-                value, key = self._lowest(self._leaves, protected)
+                value, key = self._lowest_leaf(protected)
             if key is None or value > worth:
                 break
             self.lost(key)
@@ -254,7 +257,14 @@ class ByCost(CachingPolicy):
             return iter(leaves)
         return (leaves[int(self._rng.random() * len(leaves))] for _ in range(SAMPLE))
 
-    def _lowest(self, keys: Iterator[Key] | Sequence[Key], protected: Container[Key]) -> tuple[float, Key | None]:
+    def _lowest_leaf(self, protected: Container[Key]) -> tuple[float, Key | None]:
+        """Of all leaves, without a look at those that are held; among equals the first one in the list."""
+        free = (key for key in self._free_leaves if key not in protected)
+        ranked = ((self._value(self._there[key]), self._leaf_at[key], key) for key in free)
+        value, _, found = min(ranked, default=(inf, 0, None))
+        return value, found
+
+    def _lowest(self, keys: Iterator[Key], protected: Container[Key]) -> tuple[float, Key | None]:
         least, found = inf, None
         for key in keys:
             if key in protected:
@@ -266,6 +276,15 @@ class ByCost(CachingPolicy):
 
     def _value(self, record: Record) -> float:
         return self._returns.rate(record.visit, record.name) * self._price(record.position)
+
+    def hold_began(self, key: Key) -> None:
+        self._held.add(key)
+        self._free_leaves.discard(key)
+
+    def hold_ended(self, key: Key) -> None:
+        self._held.discard(key)
+        if key in self._leaf_at:
+            self._free_leaves.add(key)
 
     def lost(self, key: Key) -> None:
         record = self._there.pop(key, None)
@@ -288,8 +307,11 @@ class ByCost(CachingPolicy):
     def _add_leaf(self, key: Key) -> None:
         self._leaf_at[key] = len(self._leaves)
         self._leaves.append(key)
+        if key not in self._held:
+            self._free_leaves.add(key)
 
     def _remove_leaf(self, key: Key) -> None:
+        self._free_leaves.discard(key)
         at, last = self._leaf_at.pop(key), self._leaves.pop()
         if at < len(self._leaves):
             self._leaves[at] = last

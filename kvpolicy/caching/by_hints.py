@@ -12,7 +12,8 @@ from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpolicy.caching.base import CachingPolicy, Chain, Key
-from kvpolicy.caching.holds import HintCounts, Holds, Session
+from kvpolicy.caching.eviction_queue import Queue
+from kvpolicy.caching.holds import HeldAtAll, HintCounts, Holds, Session
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
 
 REMEMBERED = 4
@@ -58,9 +59,12 @@ class Hinted(CachingPolicy):
         self.counts = HintCounts()
         self.limits = limits
         self._clock, self._block_tokens = clock, block_tokens
+        self._needed: set[Key] = set()
+        """Blocks that the owner has said are held, as copies of requests need them; the others are held by hints."""
+        self._at_all = HeldAtAll(inner)
         self._holds = self._no_holds()
         """None of its blocks is in ``_first`` or ``_unwanted``."""
-        self._first: OrderedDict[Key, None] = OrderedDict()
+        self._first = Queue(self._needed)
         """Blocks there to be evicted first, in this order."""
         self._unwanted: OrderedDict[Key, None] = OrderedDict()
         """Blocks that are to be evicted first if they are stored at all."""
@@ -77,7 +81,7 @@ class Hinted(CachingPolicy):
         of_client = limits.class_share if limits.client_share is None else limits.client_share
         shares = limits.share, limits.class_share, of_client
         most, of_class, of_client = (int(share * self.capacity) for share in shares)
-        return Holds(most, of_class, of_client, self.counts, self.inner)
+        return Holds(most, of_class, of_client, self.counts, self._at_all)
 
     def __contains__(self, key: Key) -> bool:
         return key in self.inner
@@ -184,10 +188,12 @@ class Hinted(CachingPolicy):
 
     def _want(self, keys: Sequence[Key]) -> None:
         """Evict these blocks first no longer."""
-        for marked in (self._first, self._unwanted):
-            if marked and not marked.keys().isdisjoint(keys):
-                for key in keys:
-                    marked.pop(key, None)
+        if self._first:
+            for key in self._first.keys() & keys:
+                self._first.remove(key)
+        if self._unwanted:
+            for key in self._unwanted.keys() & keys:
+                del self._unwanted[key]
 
     def _release(self, keys: Sequence[Key], session: Session | None) -> None:
         """Evict these blocks of a window first, its last one before all others, down to one that is pinned or that not
@@ -195,10 +201,13 @@ class Hinted(CachingPolicy):
         for key in reversed(keys):
             if not self._holds.end(key, session):
                 break
-            marked = self._first if key in self else self._unwanted
-            if key not in marked:
-                marked[key] = None
-                self.counts.released += 1
+            if key in self._first or key in self._unwanted:
+                continue
+            if key in self:
+                self._first.put(key)
+            else:
+                self._unwanted[key] = None
+            self.counts.released += 1
         while len(self._unwanted) > self.capacity:
             self._unwanted.popitem(last=False)
 
@@ -242,7 +251,7 @@ class Hinted(CachingPolicy):
             key = chain[position]
             if key in self._unwanted:
                 del self._unwanted[key]
-                self._first[key] = None
+                self._first.put(key)
             parent = self._parent[key] = chain[position - 1] if position else None
             if parent is not None:
                 self._children[parent] = self._children.get(parent, 0) + 1
@@ -260,18 +269,25 @@ class Hinted(CachingPolicy):
         """Evict what goes first, and then what the other policy gives up of what is not held back."""
         self._holds.expire(self._clock())
         evicted: list[Key] = []
-        for key in self._first:
-            if len(evicted) >= count:
-                break
-            if key not in protected:
-                evicted.append(key)
-        for key in evicted:
+        while len(evicted) < count and (key := self._first.first(protected)) is not None:
+            self._first.remove(key)
             self.inner.lost(key)
+            evicted.append(key)
+        self._first.take_back()
         if len(evicted) < count:
             evicted += others(count - len(evicted), Either(protected, self._holds))
         for key in evicted:
             self._gone(key)
         return evicted
+
+    def hold_began(self, key: Key) -> None:
+        self._needed.add(key)
+        self._at_all.began(key)
+
+    def hold_ended(self, key: Key) -> None:
+        self._needed.discard(key)
+        self._first.freed(key)
+        self._at_all.ended(key)
 
     def lost(self, key: Key) -> None:
         """A block is gone, or one that hints may hold back will not come."""
@@ -281,7 +297,7 @@ class Hinted(CachingPolicy):
 
     def _gone(self, key: Key) -> None:
         self._holds.drop(key)
-        self._first.pop(key, None)
+        self._first.remove(key)
         parent = self._parent.pop(key, None)
         if parent is not None:
             self._children[parent] -= 1

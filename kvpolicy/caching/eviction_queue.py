@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, KeysView
 from heapq import heapify, heappop, heappush
 
 from kvpolicy.caching.base import CachingPolicy, Key
@@ -26,7 +26,9 @@ class Queue:
         """Of each block its rank and a number that rises."""
         self._count = 0
         self._heap: list[tuple[Rank, int, Key]] = []
-        """An entry of each block, of some twice, among outdated ones; those that are held may be missing."""
+        """An entry of each block, of some twice, among outdated ones."""
+        self._aside: set[Key] = set()
+        """Blocks that have none, as they were held when they came to the top."""
         self._passed_over: list[tuple[Rank, int, Key]] = []
 
     def __contains__(self, key: object) -> bool:
@@ -34,6 +36,9 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._place)
+
+    def keys(self) -> KeysView[Key]:
+        return self._place.keys()
 
     def rank(self, key: Key) -> Rank | None:
         """None for a block that is not there."""
@@ -44,10 +49,12 @@ class Queue:
         """Put a block at the place of this rank, wherever it was before."""
         self._count += 1
         self._place[key] = rank, self._count
+        self._aside.discard(key)
         self._push((rank, self._count, key))
 
     def remove(self, key: Key) -> None:
         self._place.pop(key, None)
+        self._aside.discard(key)
 
     def first(self, protected: Container[Key]) -> Key | None:
         """The first block that is neither held nor protected; None where there is none. Protected ones before it are
@@ -56,8 +63,11 @@ class Queue:
             entry = self._heap[0]
             key = entry[2]
             place = self._place.get(key)
-            if place is None or place[1] != entry[1] or key in self._held:
+            if place is None or place[1] != entry[1]:
                 heappop(self._heap)
+            elif key in self._held:
+                heappop(self._heap)
+                self._aside.add(key)
             elif key in protected:
                 self._passed_over.append(heappop(self._heap))
             else:
@@ -72,15 +82,16 @@ class Queue:
 
     def freed(self, key: Key) -> None:
         """A block is held no longer. Without effect for one that is not in this queue."""
-        place = self._place.get(key)
-        if place is not None:
-            self._push((*place, key))
+        if key in self._aside:
+            self._aside.remove(key)
+            self._push((*self._place[key], key))
 
     def _push(self, entry: tuple[Rank, int, Key]) -> None:
         heappush(self._heap, entry)
         if len(self._heap) > STALE * max(len(self._place), 16):
             self._heap = [(*place, key) for key, place in self._place.items()]
             heapify(self._heap)
+            self._aside.clear()
 
 
 class ByQueues(CachingPolicy):

@@ -1,4 +1,5 @@
-"""Which blocks hints hold back from eviction, for whom and until when, within what each may hold."""
+"""Which blocks hints hold back from eviction, for whom and until when, within what each may hold; and what a policy
+hears of that where others hold blocks, too."""
 
 from __future__ import annotations
 
@@ -118,12 +119,35 @@ class Holders:
             del self._held[holder]
 
 
+class HeldAtAll:
+    """Blocks that are held for one reason or several, as hints hold them and copies of requests need them. ``policy``:
+    is told which ones, once each."""
+
+    def __init__(self, policy: CachingPolicy) -> None:
+        self._policy = policy
+        self._reasons: dict[Key, int] = {}
+
+    def began(self, key: Key) -> None:
+        """There is one reason more."""
+        reasons = self._reasons[key] = self._reasons.get(key, 0) + 1
+        if reasons == 1:
+            self._policy.hold_began(key)
+
+    def ended(self, key: Key) -> None:
+        """There is one reason less."""
+        if self._reasons[key] > 1:
+            self._reasons[key] -= 1
+        else:
+            del self._reasons[key]
+            self._policy.hold_ended(key)
+
+
 class Holds:
     """Blocks held back from eviction, each until a time and for a client: ``most`` in all, ``of_class`` for the clients
-    of a class together, and ``of_client`` for each of these. ``policy``: is told which ones."""
+    of a class together, and ``of_client`` for each of these. ``at_all``: hears which ones."""
 
-    def __init__(self, most: int, of_class: int, of_client: int, counts: HintCounts, policy: CachingPolicy) -> None:
-        self._most, self._counts, self._policy = most, counts, policy
+    def __init__(self, most: int, of_class: int, of_client: int, counts: HintCounts, at_all: HeldAtAll) -> None:
+        self._most, self._counts, self._at_all = most, counts, at_all
         self._of: dict[Key, Hold] = {}
         self.classes = Holders(of_class, self._end_of)
         self.clients = Holders(of_client, self._end_of) if of_client < of_class else None
@@ -199,7 +223,7 @@ class Holds:
     ) -> None:
         self._number += 1
         self._of[key] = Hold(until_s, client, session, self._number, is_pin)
-        self._policy.hold_began(key)
+        self._at_all.began(key)
         entry = until_s, -position, self._number, key
         self.classes.add(client.class_name, entry)
         if self.clients is not None:
@@ -222,7 +246,7 @@ class Holds:
         found = self._of.pop(key, None)
         if found is None:
             return
-        self._policy.hold_ended(key)
+        self._at_all.ended(key)
         self.classes.remove(found.client.class_name)
         if self.clients is not None:
             self.clients.remove(found.client)
@@ -240,4 +264,4 @@ class Holds:
         if self.clients is not None:
             self.clients.clear()
         for key in held:
-            self._policy.hold_ended(key)
+            self._at_all.ended(key)

@@ -1,8 +1,8 @@
-"""Which contents that the device loses, and no copy needs, are saved for the cache: what is worth it, and may wait."""
+"""Which contents that the device loses, and no copy needs, are saved for the cache, and which of them first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import TypeAlias
 
 from kvpolicy.caching.base import CachingPolicy
@@ -39,6 +39,23 @@ class CacheAdmission:
         """Those of the blocks that are saved for the cache if there is room."""
         worth = [(block.node, block) for block in blocks if block.node and self.worth_saving(block.node.reach)]
         return self._not_to_miss(worth, cache) if worth and not self.takes_saves() else worth
+
+    def in_turn(self, wanted: Iterable[Placed], held: Container[Hashable]) -> list[Placed]:
+        """These in the order in which they get slots: first what hints hold back, and then by :attr:`in_order`."""
+        placed = sorted(wanted, key=lambda item: (item[0].key not in held, item[0].position))
+        if self.in_order is not None:
+            order = self.in_order([node.key for node, _ in placed if node.key not in held])
+            place = {key: at for at, key in enumerate(order)}
+            placed.sort(key=lambda item: place.get(item[0].key, -1))
+        return placed
+
+    def handed_on(self, left_out: Iterable[Placed]) -> tuple[list[Placed], list[Placed]]:
+        """Of what the caching policy would leave out: what is saved for a tier below, and what is not."""
+        handed_on: list[Placed] = []
+        refused: list[Placed] = []
+        for node, block in left_out:
+            (handed_on if self.worth_handing_on(node.key, node.reach) else refused).append((node, block))
+        return handed_on, refused
 
     def _not_to_miss(self, worth: list[Placed], cache: CachingPolicy) -> list[Placed]:
         """Those of these that are saved although too much waits to be saved: what is pinned, unless far too much does;

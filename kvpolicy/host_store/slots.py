@@ -8,9 +8,10 @@ from typing import Any
 
 from kvpolicy.caching.base import CachingPolicy, Chain
 from kvpolicy.caching.by_hints import Either, Hinted
-from kvpolicy.caching.tree import Tree
+from kvpolicy.caching.tree import Tree, ancestors
 from kvpolicy.host_store.cache_admission import CacheAdmission, Placed
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, Protected, rank_of
+from kvpolicy.host_store.copies import Copies
 from kvpolicy.request_marks import Client, Hints
 
 
@@ -22,7 +23,7 @@ class HostStore:
     ``given_up`` collects such copies until the caller takes them; they hold nothing any more.
 
     ``cache``: chooses what is cached, for as many blocks as there are slots; without one nothing is. It knows every
-    content with a key that has a slot, and those that copies need are protected.
+    content with a key that has a slot, and hears which ones copies need, watched ones too: these are protected.
     """
 
     def __init__(self, slots: int, cache: CachingPolicy | None = None) -> None:
@@ -37,7 +38,7 @@ class HostStore:
         """What is saved for the cache, and what stays for it."""
         # Freed slots are reused last, so that stale data stays intact as long as possible.
         self._unused = deque(range(slots))
-        self._copies: dict[HostCopy, None] = {}
+        self._copies = Copies()
         self._by_key: dict[Hashable, HostBlock] = {}
         self._tree = Tree()
         self.watched: dict[Hashable, HostBlock] = {}
@@ -77,12 +78,7 @@ class HostStore:
         free = self.free - sum(block is not None and block.cached for block in map(self._by_key.get, own))
         if free >= wanted:
             return free
-        rank = rank_of(tokens, gain_per_block())
-        below = {copy for copy in self._copies if copy.rank < rank and not copy.loading}
-        return free + sum(
-            block.slot is not None and (block.key is None or block.key not in own) and below.issuperset(block.holders)
-            for block in {block: None for copy in below for block in copy.blocks}
-        )
+        return free + self._copies.slots_below(rank_of(tokens, gain_per_block()), own)
 
     def stored(self, keys: Iterable[Hashable | None]) -> int:
         """How many contents with these keys have a slot."""
@@ -173,7 +169,7 @@ class HostStore:
     def hold(self, copy: HostCopy, keys: Iterable[Hashable]) -> None:
         """Let a new copy need contents that :meth:`lookup` has found, in order. They are not evicted while it does.
         One that is not there is a block without a slot, which cannot be loaded."""
-        self._copies[copy] = None
+        self._copies.add(copy)
         for key in keys:
             block = self._by_key.get(key)
             if block is None or block.slot is None:
@@ -188,7 +184,7 @@ class HostStore:
 
         ``before``: keys of the contents that these continue, which are not evicted for them.
         """
-        self._copies[copy] = None
+        self._copies.add(copy)
         self._make_room(count, before)
         for _ in range(min(count, len(self._unused))):
             self.free -= 1
@@ -205,6 +201,7 @@ class HostStore:
             if known is None:
                 block.key, block.node = node.key, node
                 self._by_key[node.key] = block
+                self._hold_began(block)
                 self._tell_stored(block)
             elif known.slot is None:  # only the device has it; what needs or watches it has the slot now
                 known.slot, block.slot, known.node = block.slot, None, known.node or node
@@ -238,20 +235,21 @@ class HostStore:
         ``contents``: key and place of each block, in order. The caller has checked with :meth:`obtainable` that those
         without a key can have slots.
         """
-        self._copies[copy] = None
+        self._copies.add(copy)
         now = []
         for key, place in contents:
             block = None if key is None else self._by_key.get(key)
             if block is None:
-                block = HostBlock(key, place, [copy])
+                block = HostBlock(key, place, [])
                 if key is None:
                     now.append(block)
                 else:
                     self._by_key[key] = block
                     self._watch(block)
-            else:
-                self._join(block, copy)
+            self._join(block, copy)
             copy.blocks.append(block)
+        now = [block for block in now if block.holders]
+        self._make_room(len(now), ())  # at once, as far as the policy has any to give up
         return [block for block in now if block.holders and self._give_slot(block)]
 
     def lost(self, places: Iterable[Hashable]) -> list[HostBlock]:
@@ -299,8 +297,7 @@ class HostStore:
     def release(self, copy: HostCopy) -> None:
         """The copy is no longer needed. Contents that no other copy needs are cached, or dropped. Without effect on a
         copy that was released or given up before."""
-        if copy in self._copies:
-            del self._copies[copy]
+        if self._copies.remove(copy):
             for block in copy.blocks:
                 self._leave(block, copy)
 
@@ -336,6 +333,7 @@ class HostStore:
         if block.key is None:
             return
         del self._by_key[block.key]
+        self._hold_ended(block)
         # Hints may hold back what has no slot.
         if self.cache is not None and (block.slot is not None or isinstance(self.cache, Hinted)):
             self.cache.lost(block.key)
@@ -345,8 +343,12 @@ class HostStore:
         if block.cached:
             self.free -= 1
         block.holders.append(copy)
+        if len(block.holders) == 1:
+            self._hold_began(block)
 
     def _leave(self, block: HostBlock, copy: HostCopy) -> None:
+        if len(block.holders) == 1:
+            self._hold_ended(block)
         block.holders.remove(copy)
         if block.holders:
             return
@@ -381,9 +383,7 @@ class HostStore:
         """Give a copy's block a slot, for which cached contents leave theirs and copies may be given up; False where
         the block is not needed any more, or loads use all slots."""
         while not self.free:
-            if not self._give_up(block):
-                return False
-            if not block.holders:
+            if not (self._give_up(block) and block.holders):
                 return False
         self._make_room(1)
         self.free -= 1
@@ -397,6 +397,16 @@ class HostStore:
     def _tell_stored(self, block: HostBlock) -> None:
         if self.cache is not None and block.key is not None and block.node is not None:
             self.cache.stored(block.node.chain, (block.node.position,))
+
+    def _hold_began(self, block: HostBlock) -> None:
+        """A content has its first copy, or a block that copies need its key: the policy would else pass over it."""
+        if self.cache is not None and block.key is not None and block.holders:
+            self.cache.hold_began(block.key)
+
+    def _hold_ended(self, block: HostBlock) -> None:
+        """A content is about to lose its last copy, or a block that copies need its key."""
+        if self.cache is not None and block.key is not None and block.holders:
+            self.cache.hold_ended(block.key)
 
     def _cache(self, lost: Sequence[HostBlock]) -> list[HostBlock]:
         """Cache what the device is about to lose and no copy needs; return what must be saved for that."""
@@ -425,22 +435,17 @@ class HostStore:
         holds back, whatever the policy would rather keep, as it knows of no hint. What it would leave out of the others
         still comes, in place of the lowest that is there, where a tier below takes it."""
         held = self.cache.held(node.key for node, _ in wanted) if isinstance(self.cache, Hinted) else frozenset()
-        # A hit needs what is before a block, too.
-        wanted = sorted(wanted, key=lambda item: (item[0].key not in held, item[0].position))
-        if self.admission.in_order is not None:
-            order = self.admission.in_order([node.key for node, _ in wanted[len(held) :]])
-            place = {key: at for at, key in enumerate(order)}
-            wanted.sort(key=lambda item: place.get(item[0].key, -1))
-        parents = {node.parent.key for node, _ in wanted if node.parent}
-        self._make_room(len(held), parents)
-        self._make_room(len(wanted), parents, [node.key for node, _ in wanted[len(held) :]])
-        room, handing_on = len(self._unused), self.admission.worth_handing_on
-        handed_on: list[Placed] = []
-        refused: list[Placed] = []
-        for item in wanted[room:]:
-            (handed_on if handing_on(item[0].key, item[0].reach) else refused).append(item)
+        wanted = self.admission.in_turn(wanted, held)
+        # A hit needs all that is before a block: of no use is the end of a prompt that takes its beginning's place.
+        before = ancestors(node for node, _ in wanted)
+        self._make_room(len(held), before)
+        if len(self._unused) < len(held):  # nothing else is left to go, and what is held goes before the others
+            self._make_room(len(held), ancestors(node for node, _ in wanted[: len(held)]))
+        self._make_room(len(wanted), before, [node.key for node, _ in wanted[len(held) :]])
+        room = len(self._unused)
+        handed_on, refused = self.admission.handed_on(wanted[room:])
         if handed_on:
-            self._make_room(room + len(handed_on), parents)
+            self._make_room(room + len(handed_on), before)
         return wanted[:room] + handed_on + refused
 
     def _make_room(
@@ -479,14 +484,9 @@ class HostStore:
 
     def _give_up(self, block: HostBlock) -> bool:
         """Give up the copy of the lowest rank that uses slots or needs the block; False where there is none."""
-        copies = [
-            copy
-            for copy in self._copies
-            if not copy.loading and (copy in block.holders or any(one.slot is not None for one in copy.blocks))
-        ]
-        if not copies:
+        lowest = self._copies.next_given_up(block)
+        if lowest is None:
             return False
-        lowest = min(copies, key=lambda copy: copy.rank)
         self.release(lowest)
         self.given_up.append(lowest)
         return True

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
 from kvpolicy.caching.base import Part
-from kvpolicy.caching.by_cost import ByCost
+from kvpolicy.caching.by_cost import SAMPLE, ByCost
 from kvpolicy.caching.by_use import Lru
 from kvpolicy.caching.prompt_replay import replay
 from tests.caching.test_by_use import serve
@@ -256,3 +257,45 @@ def test_nothing_that_was_generated_is_no_visit_and_leaves_no_record(asked: int)
     policy.stored("ab", [0, 1])
     policy.asked("ab", 2)
     policy.evict(4, ())
+
+
+class Looked:
+    """Blocks that may not be given up, and how often a policy has asked for one."""
+
+    def __init__(self, keys: Iterable[object]) -> None:
+        self._keys, self.count = frozenset(keys), 0
+
+    def __contains__(self, key: object) -> bool:
+        self.count += 1
+        return key in self._keys
+
+
+def test_where_nearly_all_is_held_the_same_goes_and_what_is_held_is_not_looked_through() -> None:
+    """Whether the policy hears of what is held or not."""
+    held = [f"held {number}" for number in range(1000)]
+    gone, looks = [], []
+    for told in (True, False):
+        policy, protected = ByCost(1010), Looked(held)
+        for key in [*held, *"abcdefghij"]:
+            policy.asked([key], 0)
+            policy.stored([key], [0])
+        for key in held if told else ():
+            policy.hold_began(key)
+        gone.append([policy.evict(1, protected) for _ in range(8)])
+        looks.append(protected.count)
+        for key in held if told else ():
+            policy.hold_ended(key)
+        gone[-1].append(policy.evict(100, ()))
+    assert gone[0] == gone[1] and len(gone[0][-1]) == 100
+    assert looks[0] <= 8 * (SAMPLE + 10) < looks[1]
+
+
+def test_of_leaves_that_are_worth_the_same_the_first_goes_where_none_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that goes leaves its place to the last one."""
+    policy = ByCost(8)
+    policy.asked("abcde", 0)
+    for key in "abcde":
+        policy.stored([key], [0])
+    policy.hold_began("a")
+    monkeypatch.setattr(policy, "_drawn", lambda: iter(()))
+    assert policy.evict(4, "a") == ["b", "e", "d", "c"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpolicy.caching import KINDS, Arc, CachingPolicy, Hinted, Lfu, Lru, S3Fifo, eviction_queue
+from kvpolicy.caching import KINDS, Arc, ByCost, CachingPolicy, Hinted, Lfu, Lru, S3Fifo, eviction_queue
 from kvpolicy.caching.by_hints import REMEMBERED
 from kvpolicy.caching.holds import STALE
 from kvpolicy.request_marks import ALL_TOKENS, ANYBODY, NO_HINTS, Client, HintLimits, Hints
@@ -397,7 +397,8 @@ def check_bounds(policy: Hinted, there: set[str]) -> None:
             first = holders.first(holder)
             assert held.blocks == len(ends[holder]) and first is not None and first[0] == min(ends[holder])
     assert getattr(policy.inner, "_held", set(holds._of)) == set(holds._of)
-    assert set(policy._first) <= there and not {*policy._first, *policy._unwanted} & set(holds._of)
+    first = set(policy._first.keys())
+    assert first <= there and not {*first, *policy._unwanted} & set(holds._of)
     assert len(policy._unwanted) <= policy.capacity and set(policy._parent) == there
     assert (
         policy._session_blocks
@@ -436,7 +437,7 @@ QUEUED = Lru, Lfu, Arc, S3Fifo
 """Policies that set aside what is held."""
 
 
-@pytest.mark.parametrize("kind", QUEUED)
+@pytest.mark.parametrize("kind", [*QUEUED, ByCost])
 @settings(max_examples=100, deadline=None)
 @given(steps=STEPS)
 def test_what_was_held_goes_when_it_would_have_gone_without_being_set_aside(

@@ -53,3 +53,18 @@ def test_memory_is_bounded_whatever_is_removed_or_held_without_a_look_at_the_fir
         queue.freed("a")
         assert len(queue._heap) <= STALE * 16
     assert queue.first(()) == "a"
+
+
+def test_a_hold_changes_the_heap_only_where_its_block_came_to_the_top() -> None:
+    """As loads of prompts that were used a moment ago hold what is far from it."""
+    held: set[object] = set()
+    queue = Queue(held)
+    for key in "abc":
+        queue.put(key)
+    for key in "abc" * 5:
+        held.add(key)
+        assert len(queue._heap) == 3
+        assert queue.first(()) == ("b" if key == "a" else "a")
+        held.discard(key)
+        queue.freed(key)
+    assert len(queue._heap) == 3 and queue.first(()) == "a"

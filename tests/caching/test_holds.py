@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpolicy.caching import Hinted, Lru
+from kvpolicy.caching.base import Key
 from kvpolicy.caching.holds import STALE
 from kvpolicy.request_marks import ALL_TOKENS, Client, HintLimits, Hints
-from tests.caching.test_by_hints import ANNE, BEN, BLOCK, Clock, hinted, serve
+from tests.caching.test_by_hints import ANNE, BEN, BLOCK, Clock, end, hinted, serve
 
 
 def test_a_pin_of_the_whole_prompt_is_cut_to_the_share_of_its_class() -> None:
@@ -80,6 +83,56 @@ def test_memory_is_bounded_however_often_a_hint_is_repeated() -> None:
     assert policy.held_blocks == 4
     for holders in (policy._holds.classes, policy._holds.clients):
         assert holders is not None and all(len(held.heap) <= STALE * 16 + 1 for held in holders._held.values())
+
+
+class Told(Lru):
+    """Notes what it hears of holds."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.told: list[tuple[str, object]] = []
+
+    def hold_began(self, key: Key) -> None:
+        self.told.append(("began", key))
+
+    def hold_ended(self, key: Key) -> None:
+        self.told.append(("ended", key))
+
+
+@pytest.mark.parametrize("hint_first", [True, False])
+@pytest.mark.parametrize("hint_last", [True, False])
+def test_what_hints_hold_and_copies_need_is_told_once(hint_first: bool, hint_last: bool) -> None:
+    inner, clock = Told(), Clock()
+    policy = Hinted(inner, clock, BLOCK, HintLimits(600.0, 0.5, 0.5))
+    for by_hint in (hint_first, not hint_first):
+        if by_hint:
+            serve(policy, "ab", Hints(keep_s=10.0))
+        else:
+            policy.hold_began("a")
+    assert sorted(inner.told) == [("began", "a"), ("began", "b")]
+    inner.told.clear()
+    for by_hint in (not hint_last, hint_last):
+        assert ("ended", "a") not in inner.told
+        if by_hint:
+            clock.now_s = 10.0
+            assert policy.held_blocks == 0
+        else:
+            policy.hold_ended("a")
+    assert sorted(inner.told) == [("ended", "a"), ("ended", "b")]
+
+
+def test_what_is_to_go_first_goes_in_its_turn_though_copies_needed_it() -> None:
+    policy, _ = hinted(8)
+    serve(policy, "abcd", Hints(session="s"))
+    serve(policy, "xy")
+    end(policy, "abcd", Hints(session="s", ended=True))
+    for key in "dc":
+        policy.hold_began(key)
+    assert policy.evict(1, "cd") == ["b"]
+    policy.hold_ended("c")
+    assert policy.evict(1, "d") == ["c"]
+    policy.hold_ended("d")
+    assert policy.evict(3, ()) == ["d", "a", "y"]
 
 
 def test_without_a_share_nothing_is_held() -> None:

@@ -193,7 +193,7 @@ def test_a_schedule_comes_out_alike_when_it_is_replayed(tmp_path: Path) -> None:
 
 
 def lose_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostStore, "release", lambda store, copy: store._copies.pop(copy, None))
+    patch.setattr(HostStore, "release", lambda store, copy: store._copies.remove(copy))
 
 
 def save_in_reverse(patch: pytest.MonkeyPatch) -> None:
