@@ -158,8 +158,9 @@ class BoundedFileTier(SecondaryTierManager):
         namespace = {**self._namespace, "hash_seed": self._seed.hex()}
         try:
             opened = FileTier.open(
-                self._directory, namespace, self._row_bytes, self._max_bytes, self._policy, self._max_held
-            )
+                self._directory, namespace, self._row_bytes, self._max_bytes, self._policy, self._max_held,
+                clock=self.clock,
+            )  # fmt: skip
             if self._ends.is_set():  # nobody waits for it any more
                 opened.close()
             else:
@@ -327,7 +328,7 @@ class BoundedFileTier(SecondaryTierManager):
         began_s = self._began.pop(finished.job, None)
         if began_s is not None:
             self._late.discard(finished.job)
-            self._reads.ended(began_s, len(finished.done))
+            self._reads.ended(began_s, len(finished.done), finished.took)
         job_id = self._job_of.pop(finished.job, None)
         if job_id is None:  # a trial
             return

@@ -10,6 +10,7 @@ from kvpolicy.tiers.base import (
     LastingTier,
     Pieces,
     Tier,
+    Took,
     Usage,
 )
 from kvpolicy.tiers.block_format import digest_of_key, file_bytes_of, require_checksums
@@ -28,6 +29,7 @@ __all__ = [
     "LastingTier",
     "Pieces",
     "Tier",
+    "Took",
     "Usage",
     "digest_of_key",
     "file_bytes_of",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,15 @@ HINT_COUNTS = tuple(f"hinted_{event}" for event in EVENTS)
 alone, in the order of :data:`kvpolicy.caching.holds.EVENTS`."""
 
 
+class Took(NamedTuple):
+    """Seconds of one load by the clock of its tier: neither until the tier was told of it, nor until it was asked."""
+
+    seconds: float
+    """From its beginning to the end of its last block."""
+    alone_s: float
+    """The same, less the time in which it was behind an earlier load."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[Job]):
     """A store or a load that has ended. Its memory is the caller's again."""
@@ -53,6 +62,8 @@ class Finished(Generic[Job]):
     failed: Mapping[Key, str]
     """The others, each with the reason. A block that was to be loaded and is here counts as not there: what its memory
     holds is undefined."""
+    took: Took | None = None
+    """Of a load; None where the tier does not say it."""
 
 
 @dataclass(frozen=True, slots=True)

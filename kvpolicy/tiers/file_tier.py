@@ -32,6 +32,7 @@ from kvpolicy.tiers.found_blocks import FoundBlocks
 from kvpolicy.tiers.identity import namespace_digest
 from kvpolicy.tiers.idle_folders import IdleFolders, Task, idle_folders
 from kvpolicy.tiers.io_threads import IoThreads
+from kvpolicy.tiers.load_times import LoadTimes
 from kvpolicy.tiers.occupancy import Occupancy
 from kvpolicy.tiers.owned_folder import OwnedFolder
 
@@ -54,6 +55,8 @@ class Result(NamedTuple):
     """Why it failed; empty where it did not."""
     removed: Sequence[tuple[BlockName, bool]] = ()
     """Blocks that it takes the place of, and whether the file of each is gone."""
+    ended_s: float = 0.0
+    """When a block had been read, or was not there."""
 
 
 class FileTier:
@@ -73,6 +76,7 @@ class FileTier:
         self._dropped: set[bytes] = set()
         """Blocks that were dropped while they were being written."""
         self._clock: Callable[[], float] = time.monotonic
+        self._load_times = LoadTimes(lambda: self._clock())
         self._open_jobs: dict[int, int] = {}
         """By job, its blocks that have not ended."""
         self._ended: dict[int, tuple[list[Key], dict[Key, str]]] = defaultdict(lambda: ([], {}))
@@ -241,14 +245,16 @@ class FileTier:
         return wanted
 
     def load(self, job: int, blocks: Sequence[tuple[Key, Pieces]]) -> None:
-        self._open_jobs[job] = len(blocks)
         if not blocks:
             self._finished.append(Finished(job, "load", (), {}))
+            return
+        self._open_jobs[job] = len(blocks)
+        self._load_times.begins(job)
         for key, pieces in blocks:
             digest = digest_of_key(key)
             name = self._there.get(digest) or self._occupancy.evicted(digest)
             if name is None:
-                self._results.append(Result(job, "load", key, None, "missing"))
+                self._results.append(Result(job, "load", key, None, "missing", ended_s=self._clock()))
                 continue
             self._loading[name.key] += 1
             self._threads.load(partial(self._read, job, key, name, pieces))
@@ -369,29 +375,32 @@ class FileTier:
         """Take over what the threads have done."""
         self._counts["cleared_folders"] += self._occupancy.idle.settle(self._clock())
         while self._results:
-            job, kind, key, name, reason, removed = self._results.popleft()
+            job, kind, key, name, reason, removed, ended_s = self._results.popleft()
             if name is None:
                 self._counts[f"missed_{reason}"] += 1
             else:
                 (self._stored if kind == "store" else self._loaded)(name, reason)
             for block, gone in removed:  # once the write has failed for which one is there again
                 self._left(block, gone)
-            self._ended_one(job, kind, key, reason)
+            self._ended_one(job, kind, key, reason, ended_s)
         while self._removed:
             self._left(*self._removed.popleft())
         self._tend_idle(short=self._occupancy.free < 0 or self._faults.disk_is_full)
 
-    def _ended_one(self, job: int, kind: Kind, key: Key, reason: str) -> None:
+    def _ended_one(self, job: int, kind: Kind, key: Key, reason: str, ended_s: float) -> None:
         """One block of a job has ended."""
         done, failed = self._ended[job]
         if reason:
             failed[key] = reason
         else:
             done.append(key)
+        if kind == "load":
+            self._load_times.block_ended(job, ended_s)
         self._open_jobs[job] -= 1
         if not self._open_jobs[job]:
+            took = self._load_times.ended(job) if kind == "load" else None
             del self._open_jobs[job], self._ended[job]
-            self._finished.append(Finished(job, kind, tuple(done), failed))
+            self._finished.append(Finished(job, kind, tuple(done), failed, took))
 
     def _left(self, name: BlockName, gone: bool) -> None:
         """The file of a block that was to be removed is gone, or cannot be removed."""
@@ -441,7 +450,7 @@ class FileTier:
         reason = self._faults.reason("a block was not loaded", read)
         if not reason:
             self._faults.reason("", lambda: self._files.mark_used(name))
-        self._results.append(Result(job, "load", key, name, reason))
+        self._results.append(Result(job, "load", key, name, reason, ended_s=self._clock()))
 
     def _remove(self, name: BlockName) -> bool:
         return not self._faults.reason("a block was not removed", lambda: self._files.remove(name))

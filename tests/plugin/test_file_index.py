@@ -11,8 +11,8 @@ from kvpolicy.caching import KINDS, CachingPolicy, Hinted, Lru
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.host_store.copy_queues import RECENT_COPIES
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
-from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
-from kvpolicy_vllm.plugin.file_index import SHARE, FileIndex
+from kvpolicy.tiers import MAX_QUEUED_BLOCKS, Took, digest_of_key
+from kvpolicy_vllm.plugin.file_index import SHARE, STEPS_TO_REPORT, FileIndex
 from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S
 from kvpolicy_vllm.plugin.host_copies import MAX_FAILURES_IN_A_ROW
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
@@ -49,10 +49,19 @@ class Core:
         _, _, stores, loads = self.index.take_jobs()
         return [*stores], [*loads]
 
-    def report(self, job: FileJob, failed: Sequence[bytes] = (), ranks: int | None = None) -> None:
+    def report(
+        self, job: FileJob, failed: Sequence[bytes] = (), ranks: int | None = None, took: Sequence[Took | None] = ()
+    ) -> None:
+        """``took``: of each rank; none says it where it is empty."""
         for rank in range(self.ranks if ranks is None else ranks):
             digests = tuple(map(digest_of_key, failed)) if rank == 0 else ()
-            self.index.acknowledge([FileReport(job.number, failed=digests)])
+            said = took[rank] if took else None
+            self.index.acknowledge([FileReport(job.number, failed=digests, took=said)])
+
+    def steps(self) -> None:
+        """As many as workers may need to report what has ended."""
+        for _ in range(STEPS_TO_REPORT):
+            self.index.note_late()
 
     def stored(self, chain: Sequence[bytes] = CHAIN) -> None:
         self.save(chain)
@@ -167,7 +176,7 @@ def test_a_block_that_one_rank_gives_up_before_the_other_one_has_stored_it_is_no
     core.save(CHAIN)
     ((job,), _) = core.jobs()
     core.now = MAX_WAIT_S * late
-    core.index.note_late()
+    core.steps()
     core.index.acknowledge([FileReport(job.number), FileReport(gone=(digest_of_key(b"a"),))])
     core.index.acknowledge([FileReport(job.number)])
     assert core.index.lookup(CHAIN) == 0 and core.index.lookup(CHAIN[1:]) == 2
@@ -373,6 +382,59 @@ def test_a_disk_that_becomes_slow_is_noticed_however_long_it_was_fast() -> None:
     assert 0.4 < core.index.read_s(3) < 1.0
 
 
+def test_how_fast_files_are_is_known_by_the_slowest_rank_and_not_by_the_steps_of_the_engine() -> None:
+    """Two blocks are read in 4 ms, and the scheduler hears of it after two steps of 25 ms."""
+    core = Core()
+    core.stored(CHAIN[:2])
+
+    def load(*took: Took | None) -> float:
+        core.drop_from_host()
+        assert core.index.fetch(CHAIN, 0, 2)
+        (_, (job,)) = core.jobs()
+        core.now += 0.05
+        core.report(job, took=took)
+        return core.index.read_s(1)
+
+    assert load(Took(0.003, 0.002), Took(0.009, 0.004)) == pytest.approx(0.002)
+    core.now += RENEWED_S
+    assert load(Took(0.003, 0.002), None) == pytest.approx(0.025), "one rank does not say it"
+
+
+def test_what_a_rank_has_read_in_time_is_not_late_however_long_steps_take() -> None:
+    """With asynchronous scheduling: two steps, of six seconds each, before the scheduler reads that it has come."""
+    core = Core()
+    core.stored([b"a"])
+    core.drop_from_host()
+    job = begun(core, b"a")
+    assert job is not None
+    for _ in range(STEPS_TO_REPORT - 1):
+        core.now += 6.0
+        core.index.note_late()
+    assert core.now > MAX_WAIT_S and core.index.load_of(b"a") and core.index.under_way and not core.counts["late"]
+    core.report(job, took=[Took(0.002, 0.002)] * core.ranks)
+    assert core.pool.lookup([b"a"]) == 1 and not core.index.suspended and core.index.read_s(1) == pytest.approx(0.002)
+
+
+def test_a_load_that_counted_as_late_and_was_read_in_time_ends_the_suspension() -> None:
+    """As where a save of a long step was in the way of its slots."""
+    core = Core()
+    core.stored([b"a"])
+    core.stored([b"b"])
+    core.drop_from_host()
+    job = begun(core, b"a")
+    core.now += 2 * MAX_WAIT_S
+    core.steps()
+    assert job is not None and core.index.suspended
+    core.report(job, took=[Took(1.0, 1.0), Took(MAX_WAIT_S, 0.0)])
+    assert core.index.suspended, "one rank has waited for so long"
+    trial = begun(core, b"b")
+    core.now += 2 * MAX_WAIT_S
+    core.steps()
+    assert trial is not None
+    core.report(trial, took=[Took(1.0, 1.0)] * core.ranks)
+    assert not core.index.suspended and core.counts["late"] == 2
+
+
 def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
     """And of two loads at once the time of the second one counts from the end of the first."""
     core = Core()
@@ -405,7 +467,7 @@ def test_what_is_on_its_way_is_read_before_what_is_asked_for_now() -> None:
     core.drop_from_host()
     load(0, 1)
     core.now += MAX_WAIT_S
-    core.index.note_late()
+    core.steps()
     assert core.index.backlog_s() == 0.0
 
 
@@ -425,6 +487,24 @@ def test_who_waits_for_a_load_hears_of_what_it_brings_and_of_what_files_have_beh
     assert core.index.ahead([b"a", b"other"], job.number) == (1, pytest.approx(1.0))
     assert core.index.ahead([b"x"], other.number) == (1, pytest.approx(1.5))
     assert core.index.ahead([*CHAIN, b"d", b"e"], job.number) == (4, pytest.approx(1.5 + 1.0))
+
+
+def test_what_many_wait_for_is_looked_up_once_for_each_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that go on alike: of each, what is not on its way and no other one has asked for."""
+    core, hashed = Core(slots=100), list[bytes]()
+    core.stored([*LONGER, b"g"])
+    core.drop_from_host()
+    assert core.index.fetch(LONGER, 0, 3)
+
+    def counted(key: bytes) -> bytes:
+        hashed.append(key)
+        return digest_of_key(key)
+
+    monkeypatch.setattr("kvpolicy_vllm.plugin.file_index.digest_of_key", counted)
+    number = core.index.load_of(b"a")
+    found = [core.index.ahead([*LONGER, *tail], number)[0] for tail in ((), (b"g",), (b"x",), (b"y",))]
+    assert found == [6, 7, 6, 6] and hashed == [b"d", b"e", b"f", b"g", b"x", b"y"]
+    assert core.index.ahead([b"b", b"x"], number)[0] == 1 and hashed[6:] == [b"x"]
 
 
 def test_a_block_that_fails_to_come_is_not_there_any_more() -> None:
@@ -458,7 +538,7 @@ def test_nobody_waits_for_ever_and_a_slot_that_may_be_written_to_is_not_used_aga
     core.index.fetch([b"a"], 0, 1)
     (_, (job,)) = core.jobs()
     core.now = MAX_WAIT_S - 0.1
-    core.index.note_late()
+    core.steps()
     assert core.index.load_of(b"a") and core.index.under_way and not core.counts["late"]
     core.now = MAX_WAIT_S
     for _ in range(2):
@@ -490,12 +570,12 @@ def test_a_late_load_suspends_reads_until_one_comes_in_time() -> None:
     second = begun(core, b"b")
     assert core.index.load_of(b"b")
     core.now = MAX_WAIT_S
-    core.index.note_late()
+    core.steps()
     assert not core.index.load_of(b"b"), "nor does anybody wait any longer who waits already"
     assert begun(core, b"c") is None and core.counts["suspended"] == 1
     assert first is not None and second is not None
     core.now = 2 * MAX_WAIT_S
-    core.index.note_late()
+    core.steps()
     core.report(second)
     assert begun(core, b"c") is None, "the other one may hang still"
     core.report(first)
@@ -514,7 +594,7 @@ def test_a_disk_that_is_always_late_is_tried_and_never_waited_for() -> None:
     for key in (b"a", b"b"):
         job = begun(core, key)
         core.now += MAX_WAIT_S + 1.0
-        core.index.note_late()
+        core.steps()
         assert job is not None
         core.report(job)
     assert core.counts["late"] == 2 and not core.index.fetch([b"c"], 0, 1)
@@ -527,7 +607,7 @@ def test_a_report_that_never_comes_does_not_suspend_reads_for_ever() -> None:
     core.drop_from_host()
     begun(core, b"a")
     core.now = MAX_WAIT_S
-    core.index.note_late()
+    core.steps()
     assert begun(core, b"b") is None
     core.now = RENEWED_S
     trial = begun(core, b"b")
@@ -588,7 +668,7 @@ def test_what_comes_late_is_of_the_weights_of_its_time() -> None:
     core.save(CHAIN)
     stores, loads = core.jobs()
     core.now = MAX_WAIT_S
-    core.index.note_late()
+    core.steps()
     core.pool.forget_keys()
     core.index.forget()
     for job in (*stores, *loads):
@@ -601,7 +681,7 @@ def test_reports_that_never_come_cost_no_more_than_a_share_of_the_slots(caplog: 
     for number in range(SLOTS):
         core.save([b"%d" % number])
         core.now += MAX_WAIT_S
-        core.index.note_late()
+        core.steps()
         core.drop_from_host()
     share = SLOTS // SHARE
     assert core.counts == {"late": share, "refused": SLOTS - share} and core.pool.used == share
@@ -689,7 +769,7 @@ def test_a_late_store_that_no_worker_has_heard_of_is_dropped_by_a_reset() -> Non
     core = Core()
     core.save(CHAIN)
     core.now = MAX_WAIT_S
-    core.index.note_late()
+    core.steps()
     core.index.forget()
     assert core.index.take_jobs() == (True, (), (), ()) and core.pool.used == core.index._held == 0
 

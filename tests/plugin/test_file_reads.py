@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpolicy.tiers import Took
 from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S, FileReads
 from kvpolicy_vllm.plugin.host_copies import MAX_FAILURES_IN_A_ROW
 
@@ -38,6 +39,35 @@ def test_what_is_overdue_is_expected_to_take_as_long_again() -> None:
     for now_s, left_s in ((1.0, 1.0), (1.75, 0.25), (2.0, 0.0), (4.0, 2.0)):
         clock.now_s = now_s
         assert reads.left_s(1.0, 2) == pytest.approx(left_s)
+
+
+def test_where_workers_say_how_long_a_load_took_steps_of_the_engine_do_not_count() -> None:
+    clock = Clock()
+    reads = FileReads(100, clock)
+    clock.now_s = 0.05
+    reads.ended(0.0, 2, Took(0.006, 0.002))
+    assert reads.expected_s(1) == pytest.approx(0.001), "what was before it does not count, either"
+
+
+def test_no_load_is_overdue_as_long_as_its_end_may_not_have_been_heard_of() -> None:
+    """The last one was heard of 48 ms after two that it took. One that takes much longer is."""
+    clock = Clock()
+    reads = FileReads(100, clock)
+    clock.now_s = 0.05
+    reads.ended(0.0, 2, Took(0.002, 0.002))
+    for now_s, left_s in ((1.0, 0.002), (1.048, 0.002), (1.05, 0.0), (1.55, 0.5)):
+        clock.now_s = now_s
+        assert reads.left_s(1.0, 2) == pytest.approx(left_s)
+
+
+def test_a_load_is_in_time_by_the_time_that_workers_took() -> None:
+    reads, clock = measured()
+    reads.late()
+    clock.now_s += 2 * MAX_WAIT_S
+    reads.ended(clock.now_s - 1.0, 2, Took(MAX_WAIT_S, 0.1))
+    assert reads.suspended, "a disk that is slow, and reads several blocks at once"
+    reads.ended(clock.now_s - 2 * MAX_WAIT_S, 2, Took(1.0, 1.0))
+    assert not reads.suspended, "the engine was"
 
 
 def test_a_load_that_brings_nothing_moves_no_bytes() -> None:

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kvpolicy.caching import ByCost
 from kvpolicy.cost.block_price import sampled
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
-from kvpolicy.tiers import FileTier, LastingTier, Tier, digest_of_key
+from kvpolicy.tiers import FileTier, LastingTier, Tier, Took, digest_of_key
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport, Job, StepJobs
@@ -58,8 +59,9 @@ def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RankF
 
 
 def reports(files: RankFiles) -> list[FileReport]:
+    """Without how long loads took."""
     files._tier.wait_idle()
-    return files.reports()
+    return [replace(report, took=None) for report in files.reports()]
 
 
 def test_blocks_go_to_files_and_come_back_to_other_slots(rank: tuple[RankFiles, IndexingCopier]) -> None:
@@ -73,6 +75,27 @@ def test_blocks_go_to_files_and_come_back_to_other_slots(rank: tuple[RankFiles, 
     assert [load.ok for load in device.poll()] == [True]
     for number, segment in enumerate(device.device_segments):
         assert (segment[4] == 21 + number).all() and (segment[5] == 11 + number).all()
+
+
+def test_a_rank_says_how_long_it_took_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not how long it was before it was asked."""
+    now_s = [0.0]
+    tier = FileTier.open(tmp_path, {"model": "a"}, BLOCK_BYTES, 1 << 20, clock=lambda: now_s[0])
+    device = copier()
+    device.save(Job(1, "r", (0,), (0,)))
+    files = RankFiles(tier, device)
+    files.begin(StepJobs(1, file_stores=(FileJob(1, (b"a",), (0,), (b"a",)),)))
+    tier.wait_idle()
+    assert [report.took for report in files.reports()] == [None, None]
+    gate = Gate(monkeypatch, "readv")
+    files.begin(StepJobs(2, file_loads=(FileJob(2, (b"a",), (5,)),)))
+    gate.began.wait()
+    now_s[0] = 2.0
+    gate.open()
+    tier.wait_idle()
+    now_s[0] = 9.0
+    assert files.reports() == [FileReport(2, moved=1, took=Took(2.0, 2.0))]
+    files.close()
 
 
 def test_a_block_that_does_not_come_cannot_be_loaded(rank: tuple[RankFiles, IndexingCopier]) -> None:

@@ -92,6 +92,27 @@ def test_the_load_of_nothing_ends(tier: FileTier) -> None:
     assert [one.job for one in tier.finished()] == [7]
 
 
+def test_a_load_says_how_long_it_took_whenever_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loads of blocks that are read at once, in two seconds, and one of a block that is not there."""
+    clock = Clock()
+    tier = opened(tmp_path, clock=clock)
+    store(tier, CHAIN)
+    gate = Gate(monkeypatch, "readv")
+    for job, key in ((5, b"a"), (6, b"b")):
+        tier.load(job, [(key, [aligned_memory(BLOCK_BYTES)])])
+    gate.began.wait()
+    clock.now_s = 2.0
+    gate.open()
+    tier.wait_idle()
+    clock.now_s = 9.0
+    tier.load(7, [(b"x", [aligned_memory(BLOCK_BYTES)])])
+    tier.store(8, [b"d"], {0: [content(b"d")]})
+    took = {one.job: one.took for one in ended(tier)}
+    assert sorted([took[5], took[6]], key=str) == [(2.0, 0.0), (2.0, 2.0)] and took[7] == (0.0, 0.0)
+    assert took[8] is None
+    tier.close()
+
+
 def test_another_folder_than_the_first_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = opened(tmp_path)
     assert first.number == 0 and not caplog.records

@@ -499,6 +499,32 @@ def test_a_disk_that_hangs_is_tried_by_one_load_at_a_time(
     assert not server.tier._began and not server.manager.has_pending_work()
 
 
+def test_a_trial_that_was_read_in_time_counts_however_late_vllm_asks(
+    servers: Any, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a step that takes long."""
+    server = servers(chunks=8)
+    keys = keys_of("a", 3)
+    server.serve(keys)
+    server.serve(keys_of("b", 8))
+    gate = Gate(monkeypatch, "readv")
+    try:
+        hang(server, gate, keys[:1])
+        clock.now_s += MAX_WAIT_S
+        server.manager.on_schedule_end(ScheduleEndContext((), ()))
+    finally:
+        gate.open()
+    server.step()
+    new = server.begin(keys)
+    assert server.manager.lookup(keys[1], new) is LookupResult.MISS and server.tier.has_pending_work()
+    assert server.tier.tier.wait_idle(60.0)
+    clock.now_s += MAX_WAIT_S
+    server.step()
+    assert server.manager.lookup(keys[1], new) is LookupResult.HIT_PENDING
+    server.step()
+    server.step()
+
+
 def test_a_store_of_more_than_that_begins_alone_and_stores_its_first_chunks(servers: Any) -> None:
     server = servers(chunks=16)
     keys = keys_of("a", 6)
@@ -658,10 +684,10 @@ def test_the_end_does_not_wait_for_files_that_hang_while_they_are_opened(
     begun, gate, open_tier = threading.Event(), threading.Event(), FileTier.open
     closed: list[FileTier] = []
 
-    def hanging(*arguments: Any) -> FileTier:
+    def hanging(*arguments: Any, **options: Any) -> FileTier:
         begun.set()
         gate.wait()
-        tier = open_tier(*arguments)
+        tier = open_tier(*arguments, **options)
         monkeypatch.setattr(tier, "close", lambda close=tier.close: (closed.append(tier), close()))
         return tier
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.settings import GIB
-from kvpolicy.tiers import digest_of_key
+from kvpolicy.tiers import Took, digest_of_key
 from kvpolicy_vllm.plugin.messages import FileEvent, FileReport, StepJobs, Transfers
 from tests.priced import Priced
 from tests.vllm import alone, harness
-from tests.vllm.test_prompt_cache import PROMPT, Served
+from tests.vllm.test_prompt_cache import PROMPT, Served, one_step
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.feature("prompts in files, beyond restarts")]
 BLOCK_BYTES = alone.BLOCK * 4096
@@ -26,11 +27,12 @@ BLOCK_BYTES = alone.BLOCK * 4096
 
 
 class Rank(alone.Worker):
-    """Its files take every block, and loads of them ``load_s`` seconds of the clock of the scheduler."""
+    """Its files take every block, and loads of them ``load_s`` seconds of the clock of the scheduler, of which steps
+    take ``step_s`` besides."""
 
     def __init__(self, load_s: float) -> None:
         super().__init__(late=0)
-        self.load_s, self.now_s = load_s, 0.0
+        self.load_s, self.step_s, self.now_s = load_s, 0.0, 0.0
         self.reports = [FileReport(ready=True)]
         self.hints: list[FileEvent] = []
         self.resets = 0
@@ -40,8 +42,10 @@ class Rank(alone.Worker):
         if jobs is not None:
             self.resets += jobs.forget_hints
             self.hints += [event for event in jobs.file_events if event.hints is not None]
-            self.now_s += self.load_s * len(jobs.file_loads)
-            self.reports += [FileReport(job.number, moved=len(job.keys)) for job in jobs.file_stores + jobs.file_loads]
+            self.now_s += self.step_s + self.load_s * len(jobs.file_loads)
+            self.reports += [FileReport(job.number, moved=len(job.keys)) for job in jobs.file_stores]
+            took = Took(self.load_s, self.load_s)
+            self.reports += [FileReport(job.number, moved=len(job.keys), took=took) for job in jobs.file_loads]
         copies = output.kv_connector_worker_meta or Transfers()
         output.kv_connector_worker_meta, self.reports = Transfers(copies.done, self.reports), []
         return output
@@ -58,6 +62,18 @@ class WithFiles(Served):
     def in_files(self, request: Any) -> int:
         prompts = self.controller.prompts
         return int(prompts.files.lookup(map(prompts._key_of, request.block_hashes)))
+
+    def counts_keys(self) -> Counter[bytes]:
+        """How often a key has been made of each of the requests' hashes since."""
+        prompts, made = self.controller.prompts, Counter[bytes]()
+        key_of = prompts._key_of
+
+        def counted(block_hash: bytes) -> bytes:
+            made[block_hash] += 1
+            return bytes(key_of(block_hash))
+
+        prompts._key_of = counted
+        return made
 
     def push_out_of_host_memory(self) -> None:
         pool = self.controller.copies.pool
@@ -106,6 +122,23 @@ def test_only_what_is_loaded_faster_than_computed_is_stored(load_s: float, model
     assert served.in_files(served.request(later)) == (9 if load_s < 0.01 else 0)
 
 
+def test_a_small_load_between_long_steps_does_not_make_files_look_slow(model: str) -> None:
+    """A step takes 25 ms; two blocks are read in 2 ms, and take 3.2 ms to compute."""
+    served = WithFiles(model, load_s=0.002)
+    served.worker.step_s = 0.025
+    served.serve(served.request(PROMPT[:40]), served.request([*range(300, 400)]))
+    served.push_out()
+    served.push_out_of_host_memory()
+    served.serve(served.request(PROMPT[:40]))
+    assert served.controller.prompts.files.read_s(2) == pytest.approx(0.002)
+    served.serve(served.request([*range(300, 400)]))
+    assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded") == 2 + 6
+    later = [*range(400, 500)]
+    served.serve(served.request(later))
+    served.push_out()
+    assert served.in_files(served.request(later)) == 6
+
+
 @pytest.mark.parametrize("is_behind", [False, True], ids=["alone", "behind a long read"])
 def test_a_long_read_before_it_turns_a_load_into_a_recompute(is_behind: bool, model: str) -> None:
     """A block takes 1 ms to read and 1.6 ms to compute; another prompt has twenty blocks in files."""
@@ -144,6 +177,56 @@ def test_who_computes_faster_does_not_wait_for_a_load_of_another_request(model: 
     for request in asked[1:]:
         prompts.ended(request)
     assert len(prompts) == 2
+
+
+def test_who_waits_for_a_load_makes_no_keys_of_its_prompt_in_every_step(model: str) -> None:
+    served = WithFiles(model)
+    longer = [*range(400, 735)]
+    served.serve(served.request(longer))
+    served.push_out()
+    served.push_out_of_host_memory()
+    prompts, made = served.controller.prompts, served.counts_keys()
+    asked = [served.request(longer) for _ in range(3)]
+    assert all(prompts.waits_for_files(request, 0) for request in asked) and made.total() >= 3 * 20
+    made.clear()
+    assert all(prompts.waits_for_files(request, 0) for request in asked * 5) and not made
+    assert prompts.waits_for_files(asked[0], 16) and made.total() == 19, "the device has more of it by now"
+    jobs = prompts.with_files(StepJobs(1)).file_loads
+    prompts.files.acknowledge([FileReport(job.number, moved=len(job.keys)) for job in jobs])
+    assert not any(prompts.waits_for_files(request, 0) for request in asked), "it has come"
+
+
+def test_who_waits_for_what_an_earlier_server_left_makes_no_keys_in_every_step(model: str) -> None:
+    served = WithFiles(model)
+    served.worker.reports = []
+    served.scheduler.add_request(served.request([1, 2, 3]))
+    one_step(served)
+    prompts, made, asked = served.controller.prompts, served.counts_keys(), served.request(PROMPT)
+    assert prompts.files.starting and not prompts.waits_for_files(served.request([1, 2, 3]), 0)
+    assert prompts.waits_for_files(asked, 0) and made.total() == 6
+    assert prompts.waits_for_files(asked, 0) and made.total() == 6
+    prompts.files.acknowledge([FileReport(ready=True)])
+    assert not prompts.waits_for_files(asked, 0) and made.total() == 12
+
+
+def test_who_is_preempted_may_bring_from_files_again_what_it_needs(model: str) -> None:
+    served = WithFiles(model)
+    served.serve(served.request(PROMPT))
+    served.push_out()
+    served.push_out_of_host_memory()
+    prompts, asked = served.controller.prompts, served.request(PROMPT)
+    served.scheduler.add_request(asked)
+    for _ in range(20):
+        one_step(served)
+        if asked.num_output_tokens:
+            break
+    assert harness.total(served.controller.stats(), "cache_blocks", tier="files", event="loaded") == 6
+    for _ in range(2):
+        one_step(served)
+    served.push_out_of_host_memory()
+    assert not prompts.waits_for_files(asked, 0), "it has asked"
+    prompts.preempted(asked)
+    assert prompts.waits_for_files(asked, 0), "where the device has lost it, too"
 
 
 def test_what_has_no_room_at_first_comes_from_files_once_there_is_some(model: str) -> None:

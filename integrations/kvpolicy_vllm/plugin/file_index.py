@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
@@ -17,6 +16,7 @@ from kvpolicy.caching import Node
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy.request_marks import Client, Hints
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, digest_of_key
+from kvpolicy_vllm.plugin.file_jobs import Under
 from kvpolicy_vllm.plugin.file_parts import FileParts
 from kvpolicy_vllm.plugin.file_reads import MAX_WAIT_S, RENEWED_S, FileReads
 from kvpolicy_vllm.plugin.messages import FileEvent, FileJob, FileReport
@@ -26,30 +26,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SHARE = 4
 """Of host slots, stores and loads of files hold at most one in so many."""
 WARNING_EVERY_S = 60.0
+STEPS_TO_REPORT = 3
+"""What workers say of the step in which a load began is read before the second step after that one begins, with
+asynchronous scheduling, and they may say it a step later: however long steps take, nothing is late before the third."""
 Count = Callable[[str, int], None]
-
-
-@dataclass(slots=True, eq=False)
-class Under:
-    """A store or a load that some rank has not reported. Its copy keeps the slots. ``began_s``: on the clock of the
-    index."""
-
-    copy: HostCopy
-    keys: tuple[bytes, ...]
-    """As the workers know them."""
-    blocks: list[HostBlock]
-    began_s: float
-    chain: tuple[bytes, ...] = ()
-    """Of a load: keys in host memory of all blocks up to its last one."""
-    reports: int = 0
-    failed: set[bytes] = field(default_factory=set)
-    refused: set[bytes] = field(default_factory=set)
-    gone: set[bytes] = field(default_factory=set)
-    """Digests of its blocks that some rank, as it has said since this began, has no more."""
-    stale: bool = False
-    """Whether there was a reset since it began."""
-    number: int = 0
-    """As the workers know it."""
 
 
 class FileIndex:
@@ -76,6 +56,7 @@ class FileIndex:
         self._of_digest: dict[bytes, list[Under]] = {}
         """Stores and loads, late ones too, by the digests of their contents' keys."""
         self._numbers = 0
+        self._steps = 0
         self.settled = 0
         """Stores and loads that all ranks have finished: there may be room again."""
         self._held = 0
@@ -254,23 +235,26 @@ class FileIndex:
         return True
 
     def load_of(self, key: bytes) -> int:
-        """Number of the load that brings the content to host memory, where it can be waited for: it has not taken too
-        long, and reads are not suspended. 0 where there is none."""
+        """Number of the load that brings the content to host memory, where it can be waited for. 0 where there is
+        none."""
         under = self._coming.get(self._salt + key)
-        if under is None or self._clock() >= under.began_s + MAX_WAIT_S or self._reads.suspended:
-            return 0
-        return under.number
+        return under.number if under is not None and self.is_coming(under.number) else 0
+
+    def is_coming(self, number: int) -> bool:
+        """Whether what the load of that number brings can be waited for: it has not taken too long, and reads are not
+        suspended."""
+        under = self._under.get(number)
+        return under is not None and not (under.stale or self._reads.suspended or self._is_late(under))
+
+    def _is_late(self, under: Under) -> bool:
+        overdue = self._clock() >= under.began_s + MAX_WAIT_S
+        return overdue and self._steps >= under.began_step + STEPS_TO_REPORT
 
     def ahead(self, keys: Sequence[bytes], number: int) -> tuple[int, float]:
         """Of these contents, which the load of that number has begun to bring, how many are on their way or in files,
         up to the first one that is not, and the expected seconds until they are in host memory."""
-        coming = 0
-        for key in keys:
-            if self.load_of(key) != number:
-                break
-            coming += 1
-        blocks = max(coming, self.lookup(keys))
-        return blocks, self.backlog_s(number if blocks == coming else inf) + self.read_s(blocks - coming)
+        coming, behind = self._under[number].ahead(keys, self.lookup)
+        return coming + behind, self.backlog_s(inf if behind else number) + self.read_s(behind)
 
     def note_late(self) -> None:
         """Await no more what workers have not reported for too long: nobody waits for it, and no other request finds
@@ -279,10 +263,11 @@ class FileIndex:
         Its slots stay taken until every rank has reported it, for a worker may still be writing to them. They count
         towards what stores and loads may hold, so that lost reports never cost more of host memory than that."""
         now, self._taken = self._clock(), 0
+        self._steps += 1
         self._since_s = now if self._since_s is None else self._since_s
         late = []
         for number, under in self._under.items():
-            if now < under.began_s + MAX_WAIT_S:
+            if not self._is_late(under):
                 break
             late.append(number)
         for number in late:
@@ -327,9 +312,7 @@ class FileIndex:
             under = of.get(report.number)
             if under is not None:
                 self.moved("read" if under.chain else "write", report.moved)
-                under.failed.update(report.failed)
-                under.refused.update(report.refused)
-                under.reports += 1
+                under.reported(report)
                 if under.reports == self._ranks:
                     del of[report.number]
                     self._settle(under)
@@ -362,7 +345,7 @@ class FileIndex:
 
     def _begin(self, under: Under, jobs: list[FileJob], chain: tuple[bytes, ...] = (), first: int = 0) -> None:
         self._numbers += 1
-        under.number = self._numbers
+        under.number, under.began_step = self._numbers, self._steps
         self._under[under.number] = under
         self._held += len(under.blocks)
         for key in under.keys:
@@ -411,7 +394,7 @@ class FileIndex:
         self._count("loaded", len(right))
         self._count("load_failed", len(done) - len(right))
         if not under.stale:
-            self._reads.ended(under.began_s, len(right))
+            self._reads.ended(under.began_s, len(right), under.slowest())
 
 
 def runs_of(blocks: Mapping[Node, HostBlock]) -> Iterator[list[HostBlock]]:

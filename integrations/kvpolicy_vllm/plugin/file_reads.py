@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf
 
 from kvpolicy.host_store import RecentRate
+from kvpolicy.tiers import Took
 from kvpolicy_vllm.plugin.host_copies import MAX_FAILURES_IN_A_ROW
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -35,6 +36,9 @@ class FileReads:
         """How long loads took, and when that stops counting."""
         self._last_s = -inf
         """When the last load ended. The time of one that was behind it counts from then."""
+        self._heard_after_s = 0.0
+        """Seconds that the last load took by this clock and not by the workers': steps of the engine, until they began
+        it and until they could say that it had ended."""
         self._failures = 0
         """Loads in a row that brought nothing; a late one counts as many."""
 
@@ -59,31 +63,36 @@ class FileReads:
 
     def left_s(self, began_s: float, blocks: int) -> float:
         """Expected seconds until a load of so many blocks, which is the first one under way, has ended. One that has
-        taken longer than expected is expected to take as long again as it is overdue."""
-        return abs(self.expected_s(blocks) - self._took_s(began_s))
+        taken longer than expected is expected to take as long again as it is overdue, which none is as long as its
+        end may not have been heard of."""
+        return abs(self.expected_s(blocks) - max(0.0, self._under_way_s(began_s) - self._heard_after_s))
 
     def late(self) -> None:
         """A load has not ended in time."""
         self._failed(MAX_FAILURES_IN_A_ROW, f"are not there after {MAX_WAIT_S:g} s")
 
-    def ended(self, began_s: float, blocks: int) -> None:
-        """A load has ended that brought so many blocks. What brought none took its time, and moved no bytes."""
+    def ended(self, began_s: float, blocks: int, took: Took | None = None) -> None:
+        """A load has ended that brought so many blocks. What brought none took its time, and moved no bytes. ``took``:
+        as the slowest rank has it; where that is not known, all the time until the load was heard of counts."""
         now = self._clock()
         if now >= self._counts_until_s:
             self._rate.forget()
-        self._rate.add(self._took_s(began_s), blocks * self._block_bytes)
+        if took is None:
+            took = Took(now - began_s, self._under_way_s(began_s))
+        self._rate.add(took.alone_s, blocks * self._block_bytes)
+        self._heard_after_s = max(0.0, now - began_s - took.seconds)
         self._last_s = now
         if not blocks:
             self._failed(1, f"brought nothing {MAX_FAILURES_IN_A_ROW} times in a row")
             return
         self._counts_until_s = now + RENEWED_S
-        if now >= began_s + MAX_WAIT_S:  # the disk goes on, or is slow
+        if took.seconds >= MAX_WAIT_S:  # the disk goes on, or is slow
             return
         if self.suspended:
             logger.warning("kvpolicy: requests wait for blocks from files again")
         self._failures = 0
 
-    def _took_s(self, began_s: float) -> float:
+    def _under_way_s(self, began_s: float) -> float:
         return self._clock() - max(began_s, self._last_s)
 
     def _failed(self, failures: int, what: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvpolicy.events import Direction, Transfer
 from kvpolicy.request_marks import ANYBODY, Client, Hints
+from kvpolicy.tiers import Took
 
 __all__ = [
     "NO_REQUEST",
@@ -77,6 +78,8 @@ class FileReport:
     moved: int = 0
     """How many of the job's blocks this rank wrote to its files, which does not count those that were there, or read
     from them."""
+    took: Took | None = None
+    """Of a load, as far as this rank's tier says it."""
     gone: tuple[bytes, ...] = ()
     """Digests of blocks that were in its files and are not any more, those apart that it was told to drop."""
     found: tuple[bytes, ...] = ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from operator import attrgetter, sub
 from typing import Any
 
@@ -22,6 +21,7 @@ from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.tiers import Tier
 from kvpolicy_vllm.plugin.device_blocks import is_found
 from kvpolicy_vllm.plugin.file_index import FileIndex
+from kvpolicy_vllm.plugin.file_waits import FileWaits
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.host_tier import HostTier
 from kvpolicy_vllm.plugin.marks import MarkReader, client_of
@@ -87,14 +87,8 @@ class PromptCache:
         """None where prompts are not in files; see :meth:`keep_files`."""
         self._files_by_price = self._unpriced = False
         """Whether the policy of files goes by prices, and whether these have changed since workers were told."""
-        self._asked_files: dict[str, float] = {}
-        """By unfinished request that has asked whether it brings what files have to host memory, how many jobs of files
-        had ended then: the answer may be another one once more have. Infinite where it will not be."""
-        self._fetched: dict[str, int] = {}
-        """By such a request for which a load has begun, how many blocks are before what it brings."""
-        self._awaited: dict[str, tuple[int, bool]] = {}
-        """By request that waits, the last load that has begun to bring what it needs next, its own or another's, and
-        whether it waits for that."""
+        self._waits: FileWaits | None = None
+        """None as long as there are no files."""
 
     def keep_files(self, ranks: int, by_price: bool = False) -> None:
         """Store prompts in files, too. ``ranks``: how many workers keep files. ``by_price``: whether what files give up
@@ -109,6 +103,7 @@ class PromptCache:
                 self._tally.add("cache_file_bytes", blocks * self._copies.block_bytes, direction=direction)
 
         self.files = FileIndex(self._copies.pool, ranks, self._copies.block_bytes, lambda: self._now(), count)
+        self._waits = FileWaits(self.files, self._keys, self._is_worth_reading)
         self.files.moved = moved
         self.files.heeded = partial(self._add_hinted, FILE_TIER)
         self.files.policy_failed = lambda method: self._tally.add("cache_failed", method=method)
@@ -121,8 +116,8 @@ class PromptCache:
 
     def __len__(self) -> int:
         """Number of requests of which anything is remembered."""
-        waiting = self._found.keys() | self._awaited.keys()
-        return len(self._asked_blocks.keys() | waiting | self._asked_files.keys() | self._stale.names)
+        waiting = self._found.keys() | (self._waits.names if self._waits is not None else set())
+        return len(self._asked_blocks.keys() | waiting | self._stale.names)
 
     def step_begins(self, scheduler: Any, step: int, clock: Callable[[], float]) -> None:
         self._scheduler, self._now = scheduler, clock
@@ -192,6 +187,8 @@ class PromptCache:
 
     def preempted(self, request: Any) -> None:
         """The request is about to lose its blocks, and will come back."""
+        if self._waits is not None:
+            self._waits.forget(request.request_id)
         self.given_back(request)
         self._heed_hints(request, over=False, goes_on=True)
 
@@ -216,9 +213,8 @@ class PromptCache:
         self.given_back(request)
         self._asked_blocks.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
-        self._asked_files.pop(request.request_id, None)
-        self._fetched.pop(request.request_id, None)
-        self._awaited.pop(request.request_id, None)
+        if self._waits is not None:
+            self._waits.forget(request.request_id)
 
     def forget(self) -> None:
         """Nothing that was found may be used again, as after a change of weights."""
@@ -247,7 +243,8 @@ class PromptCache:
         """The request has device blocks, of which ``load_tokens`` tokens are to be loaded; returns those to load
         into."""
         found = self._found.pop(request.request_id, None)
-        self._awaited.pop(request.request_id, None)
+        if self._waits is not None:
+            self._waits.admitted(request.request_id)
         blocks = load_tokens // self._size
         if found is not None:
             outcome = "loaded" if load_tokens else "cheaper" if not found.loads else "passed_over"
@@ -315,60 +312,25 @@ class PromptCache:
         return sampled(read_first(prices, files.read_s(1)))
 
     def waits_for_files(self, request: Any, local_tokens: int) -> bool:
-        """Whether the request goes on in files, and is better admitted when that has come to host memory. Begins to
-        bring as much of it there as comes in time and has room, and the rest when that has come."""
-        files = self.files
-        if files is None or self._copies.of(request.request_id) is not None:
+        """Whether the request goes on in files, and is better admitted when that has come to host memory; see
+        :meth:`~kvpolicy_vllm.plugin.file_waits.FileWaits.waits`."""
+        waits = self._waits
+        if waits is None or self._copies.of(request.request_id) is not None:
             return False
         if why_not_loadable(request, self._scheduler, self._copies, self._now()):
             return False
-        first = local_tokens // self._size
-        keys = self._keys(request, first, (int(request.num_tokens) - 1) // self._size)
-        first += self._host.lookup(keys)
-        keys = keys[first - local_tokens // self._size :]
-        if not keys:
-            return False
-        if files.load_of(keys[0]):
-            return self._awaits(request, files, first, keys)
-        if files.settled <= self._asked_files.get(request.request_id, -1):
-            return False
-        if files.starting:
-            return True
-        return self._fetches(request, files, first, keys)
+        local_blocks = local_tokens // self._size
+        known = waits.known(request.request_id, local_blocks)
+        if known is not None:  # before keys are made, which takes the longer the more blocks there are
+            return known
+        keys = self._keys(request, local_blocks, (int(request.num_tokens) - 1) // self._size)
+        there = self._host.lookup(keys)
+        return there < len(keys) and waits.waits(request, local_blocks, local_blocks + there, keys[there:])
 
-    def _fetches(self, request: Any, files: FileIndex, first: int, keys: Sequence[bytes]) -> bool:
-        """Whether the request begins to bring what files have of these blocks, which follow the ``first`` ones, or as
-        much of it as comes in time and has room, to host memory, and waits for it."""
-        name = request.request_id
-        self._asked_files[name] = inf
-        if first <= self._fetched.get(name, -1):  # what a load has brought is gone again, or it brought nothing
-            return False
-        if not (files.suspended or (files.room and files.in_time(1))):
-            self._asked_files[name] = files.settled
-            return False
-        found, backlog_s = files.lookup(keys), files.backlog_s()
-        if not found:
-            return False
-        blocks = found if files.suspended else max(1, files.in_time(min(found, files.room)))
-        # Beside going on with what host memory has: that can be loaded without waiting for a file.
-        asked = first * self._size, blocks, 0
-        worth = self._is_worth_loading(request, asked, backlog_s + files.read_s(blocks))
-        if not files.suspended and (worth or backlog_s):
-            self._asked_files[name] = files.settled
-        if not worth or not files.fetch(self._keys(request, 0, first + blocks), first, blocks):
-            return False
-        self._awaited[name], self._fetched[name] = (files.load_of(keys[0]), True), first
-        return True
-
-    def _awaits(self, request: Any, files: FileIndex, first: int, keys: Sequence[bytes]) -> bool:
-        """Whether the request is better admitted when a load, which may be another's, has brought these blocks, which
-        follow the ``first`` ones. Asked once for each load."""
-        load, known = files.load_of(keys[0]), self._awaited.get(request.request_id)
-        if known is None or known[0] != load:
-            blocks, read_s = files.ahead(keys, load)
-            worth = self._is_worth_loading(request, (first * self._size, blocks, 0), read_s)
-            known = self._awaited[request.request_id] = load, worth
-        return known[1]
+    def _is_worth_reading(self, request: Any, first: int, blocks: int, read_s: float) -> bool:
+        """Whether a request that has the ``first`` blocks better loads so many after them, which come from files in so
+        many seconds, than computes them."""
+        return self._is_worth_loading(request, (first * self._size, blocks, 0), read_s)
 
     def _count_hints(self) -> None:
         cache = self._copies.pool.cache

@@ -151,7 +151,7 @@ class RankFiles:
                 pairs = zip(job.keys, job.slots, strict=True)
                 self._copier.filled(slot for key, slot in pairs if digest_of_key(key) not in failed)
             moved = len(finished.done)
-            self._reports.append(FileReport(finished.job, tuple(failed), refused, moved))
+            self._reports.append(FileReport(finished.job, tuple(failed), refused, moved, finished.took))
         gone, self._left = self._left + self._tier.take_gone(), []
         reports, self._reports = self._reports, []
         if self._found:
