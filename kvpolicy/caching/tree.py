@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 from weakref import WeakValueDictionary
 
@@ -120,16 +120,4 @@ def _up_to(last: Node | None, first: int) -> list[Node]:
         found.append(node)
         node = node.parent
     found.reverse()
-    return found
-
-
-def ancestors(nodes: Iterable[Node]) -> set[Key]:
-    """Keys of the blocks that these continue, down to the first ones of their chains. O(these chains), of which what
-    several of them share counts once."""
-    found: set[Key] = set()
-    for node in nodes:
-        before = node.parent
-        while before is not None and before.key not in found:
-            found.add(before.key)
-            before = before.parent
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpolicy.caching.base import CachingPolicy, Chain
 from kvpolicy.caching.by_hints import Either, Hinted
-from kvpolicy.caching.tree import Tree, ancestors
+from kvpolicy.caching.tree import Tree
 from kvpolicy.host_store.cache_admission import CacheAdmission, Placed
 from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, Protected, rank_of
 from kvpolicy.host_store.copies import Copies
@@ -436,11 +436,9 @@ class HostStore:
         still comes, in place of the lowest that is there, where a tier below takes it."""
         held = self.cache.held(node.key for node, _ in wanted) if isinstance(self.cache, Hinted) else frozenset()
         wanted = self.admission.in_turn(wanted, held)
-        # A hit needs all that is before a block: of no use is the end of a prompt that takes its beginning's place.
-        before = ancestors(node for node, _ in wanted)
+        # A hit needs what is before a block, too.
+        before = {node.parent.key for node, _ in wanted if node.parent}
         self._make_room(len(held), before)
-        if len(self._unused) < len(held):  # nothing else is left to go, and what is held goes before the others
-            self._make_room(len(held), ancestors(node for node, _ in wanted[: len(held)]))
         self._make_room(len(wanted), before, [node.key for node, _ in wanted[len(held) :]])
         room = len(self._unused)
         handed_on, refused = self.admission.handed_on(wanted[room:])

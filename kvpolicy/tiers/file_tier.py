@@ -326,26 +326,15 @@ class FileTier:
         return taken
 
     def _evict(self, wanted: int, digests: Sequence[bytes]) -> list[BlockName]:
-        """Give up blocks for ``wanted`` further ones, none of those of the prompt, of which the digests may be a part;
-        see :meth:`Occupancy.evict`."""
+        """Give up blocks for ``wanted`` further ones, none of those of the prompt; see :meth:`Occupancy.evict`."""
         if wanted <= self._occupancy.room:
             return []
         self._tend_idle(short=True)
-        protected = {*digests, *self._before(digests), *self._writing, *self._loading}
+        protected = {*digests, *self._writing, *self._loading}
         evicted = [self._there.pop(digest) for digest in self._occupancy.evict(wanted, protected)]
         self._counts["evicted"] += len(evicted)
         self._occupancy.leave(evicted, evicted=True)
         return evicted
-
-    def _before(self, digests: Sequence[bytes]) -> set[bytes]:
-        """What the first of these blocks continues, as far back as the blocks are there or are being written. Without
-        it the others would be of no use."""
-        found: set[bytes] = set()
-        digest = digests[0] if digests else NO_PARENT
-        while (name := self._there.get(digest) or self._writing.get(digest)) and name.parent not in found:
-            digest = name.parent
-            found.add(digest)
-        return found
 
     def _tend_idle(self, short: bool) -> None:
         """In the background, let the folders of processes that are gone make room where it is short, and look now and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvpolicy.caching.tree import Node, Tree, ancestors
+from kvpolicy.caching.tree import Node, Tree
 
 
 def test_chains_share_their_beginning() -> None:
@@ -75,10 +75,3 @@ def test_a_chain_has_the_nodes_that_somebody_holds() -> None:
         held.append(nodes)
         if len(held) > 5:
             del held[rng.randrange(5)]
-
-
-def test_what_blocks_continue_is_all_before_them_once() -> None:
-    tree = Tree()
-    first, second = tree.nodes(["s", "sa", "sab", "sabc"]), tree.nodes(["s", "sx", "sxy"])
-    assert ancestors([]) == ancestors(first[:1]) == set()
-    assert ancestors([first[3], first[2], second[2]]) == {"s", "sa", "sab", "sx"}

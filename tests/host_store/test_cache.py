@@ -11,7 +11,6 @@ import pytest
 
 from kvpolicy.caching import KINDS, ByCost, Foreseen, Hinted, Lru
 from kvpolicy.caching.base import CachingPolicy
-from kvpolicy.caching.tree import ancestors
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy.request_marks import ANYBODY, Client, HintLimits, Hints
 from tests.caching.reluctant import Reluctant
@@ -226,18 +225,6 @@ def test_what_the_policy_would_leave_out_comes_all_the_same_where_a_tier_below_t
     assert store.lost(serve(store, "mn", 40)) == [] and store.stored(chain("uvw")) == 3
 
 
-@pytest.mark.parametrize("kind", ["lru", "lfu", "arc", "s3fifo"])
-def test_the_end_of_a_prompt_does_not_take_the_place_of_its_beginning(kind: str) -> None:
-    """Which is the oldest of what is there when the device loses the rest."""
-    long, other = "abcdefghijklmnopqrst", "0123456789"
-    store = HostStore(20, KINDS[kind](20))
-    places = serve(store, long, 100)
-    store.lost(places[:10])
-    store.lost(serve(store, other, 200))
-    assert store.lookup(chain(long)) == store.lookup(chain(other)) == 10
-    assert len(store.lost(places[10:])) == 10 and store.lookup(chain(long)) == 20
-
-
 def with_hints(slots: int) -> HostStore:
     """Its policy would keep what is there; hints hold half of the slots at most."""
     return HostStore(slots, Hinted(Reluctant(slots), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
@@ -326,15 +313,6 @@ def test_what_a_hint_holds_back_gets_its_room_where_copies_have_most_slots() -> 
     assert keys(store.lost(places)) == ["a", "ab"] and store.stored(chain("uvwx")) == 1
 
 
-def test_what_a_hint_holds_back_goes_before_the_beginnings_of_others_where_nothing_else_is_left() -> None:
-    store = HostStore(12, Hinted(Lru(12), lambda: 0.0, 1, HintLimits(600.0, 0.5, 0.5)))
-    places = serve(store, "abcdefghijkl", 100)
-    store.lost(places[:10])
-    store.lost(serve(store, "xy", 200))
-    lost = store.lost([*places[10:], *pin(store, "0123", 300)])
-    assert keys(lost) == chain("0123") and store.lookup(chain("abcdefghijkl")) == 8
-
-
 def test_the_block_before_a_new_one_is_not_evicted_for_it() -> None:
     """Not even where it is worth less than the other one, which was used last."""
     store = HostStore(2, ByCost(2, lambda position: 100.0**position))
@@ -411,7 +389,7 @@ class Device:
         coming = [one for one in watched if one.slot is None and not one.holders and one.node is not None]
         worth = {one.key for one in coming if one.node is not None and store.admission.worth_saving(one.node.reach)}
         held = cache.held(worth) if isinstance(cache, Hinted) else frozenset()
-        before = ancestors(one.node for one in coming if one.node is not None and one.key in held)
+        before = {one.node.parent.key for one in coming if one.node is not None and one.node.parent}
         saved = store.lost(places)
         self.save(saved)
         if not isinstance(cache, Hinted) or held <= {*keys(saved)}:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpolicy.caching import Hinted, Part
+from kvpolicy.caching import Hinted
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import ANYBODY, HintLimits, Hints
 from kvpolicy.tiers import MAX_QUEUED_BLOCKS, FileTier, block_files, digest_of_key, idle_folders
-from kvpolicy.tiers.block_format import PAGE, BlockName, aligned_memory
+from kvpolicy.tiers.block_format import PAGE, aligned_memory
 from kvpolicy.tiers.idle_folders import ASK_AGAIN_S, CLAIMED_S, LOOK_AGAIN_S
 from tests.tiers.blocks import (
     BLOCK_BYTES,
@@ -174,28 +174,6 @@ def test_blocks_of_a_prompt_do_not_give_up_one_another(tmp_path: Path) -> None:
     ended(tier)
     assert tier.lookup(chain) == 2 and tier.usage().counts["refused_no_room"] == 3
     tier.close()
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3fifo"])
-def test_the_end_of_a_prompt_does_not_take_the_place_of_its_beginning(tmp_path: Path, policy: str) -> None:
-    """Of a prompt that comes in parts, as a server's ranks store it: its beginning is the oldest of what is there."""
-    tier = opened(tmp_path, blocks=20, policy=policy)
-    long, other = ([b"%s %d" % (name, number) for number in range(20)] for name in (b"long", b"other"))
-    for chain in (long, other):
-        tier.asked(chain)
-        store(tier, chain[:10])
-    rest = Part(long[9:], first=9)
-    assert tier.store(3, rest, {index: [content(rest[index])] for index in range(1, 11)}) == [*range(1, 11)]
-    ended(tier)
-    assert tier.lookup(long) == 20 and tier.lookup(other) == 0
-    tier.close()
-
-
-def test_names_that_continue_each_other_are_followed_once(tier: FileTier) -> None:
-    """As those of files that somebody has made up."""
-    first, second = digest_of_key(b"a"), digest_of_key(b"b")
-    tier._there |= {first: BlockName(first, second), second: BlockName(second, first)}
-    assert tier._before([first]) == {first, second}
 
 
 @pytest.mark.parametrize(
