@@ -10,8 +10,7 @@ from kvpolicy.caching.base import CachingPolicy, Chain
 from kvpolicy.caching.by_hints import Either, Hinted
 from kvpolicy.caching.tree import Tree
 from kvpolicy.host_store.cache_admission import CacheAdmission, Placed
-from kvpolicy.host_store.contents import CacheCounts, HostBlock, HostCopy, Protected, rank_of
-from kvpolicy.host_store.copies import Copies
+from kvpolicy.host_store.contents import CacheCounts, Copies, HostBlock, HostCopy, Protected, rank_of
 from kvpolicy.request_marks import Client, Hints
 
 
