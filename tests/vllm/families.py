@@ -7,7 +7,7 @@ state.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,13 @@ def skip_without_torchvision() -> None:
             "vLLM's models import torchvision: pip install --no-deps --target FOLDER torchvision==0.28.0, and name the "
             f"folder in {TORCHVISION}"
         )
+
+
+def skip_unless_stored(engine: Mapping[str, Any]) -> None:
+    """Skip the test that asks where vLLM's CPU build cannot keep KV in the type that these engine arguments name."""
+    is_fp8 = str(engine.get("kv_cache_dtype", "")).startswith("fp8")
+    if is_fp8 and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        pytest.skip("vLLM's CPU build keeps KV in fp8 with AVX-512 or AMX alone, which this machine has not")
 
 
 def has_bfloat16() -> bool:

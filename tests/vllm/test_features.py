@@ -32,6 +32,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     feature = features.ENGINES[name]
     family = (families.PLAIN | families.FAMILIES)[feature.family]
     families.skip_unless_served(family)
+    families.skip_unless_stored(feature.engine)
     if feature.drafts:
         skip_before_tables("speculation is")
     model = families.make(feature.family, folder / "model")

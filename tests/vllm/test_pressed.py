@@ -199,4 +199,6 @@ def test_experts_under_pressure(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.feature("fp8 KV cache")
 def test_fp8_under_pressure(tmp_path: Path) -> None:
-    assert_unharmed(pressed("llama", requests(15), {"kv_cache_dtype": "fp8"}, tmp_path))
+    engine = {"kv_cache_dtype": "fp8"}
+    families.skip_unless_stored(engine)
+    assert_unharmed(pressed("llama", requests(15), engine, tmp_path))
