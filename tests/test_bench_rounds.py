@@ -61,6 +61,8 @@ CHAT_ARMS = {
     "the same with `--order mlfq:base=256`": "both",
 }  # fmt: skip
 ONE_ROUND = CHAT_ARMS | {"always-swap and that order, without a cache": "mlfq"}
+DECODING_ARMS = {"vLLM": "vllm", "always-swap, `--cache cost`, 128 MiB of host memory": "cache"}
+WIDE_ARMS = DECODING_ARMS | {"vLLM with 128 MiB more for the device": "wide"}
 TIER_ARMS = {
     "vLLM": "vllm", "`--cache lru`": "lru", "`--cache cost`": "cost", "`--cache cost`, files": "files",
     "`--cache cost`, hints": "hints",
@@ -85,7 +87,10 @@ def in_chats(bench: str, figures: tuple[str, ...], arm: str, **cell: Any) -> lis
 TIMES = ("ttft_s", "later_ttft_s", "e2e_s")
 
 
-@pytest.mark.parametrize(("bench", "arms"), [("chat", CHAT_ARMS), ("chat-order", ONE_ROUND)])
+@pytest.mark.parametrize(
+    ("bench", "arms"),
+    [("chat", CHAT_ARMS), ("chat-order", ONE_ROUND), ("chat-decoding", DECODING_ARMS), ("chat-wide", WIDE_ARMS)],
+)
 def test_the_tables_of_chats_are_those_of_the_runs(bench: str, arms: dict[str, str]) -> None:
     page = said("docs/caching.md")
     for name, arm in arms.items():
@@ -93,10 +98,19 @@ def test_the_tables_of_chats_are_those_of_the_runs(bench: str, arms: dict[str, s
 
 
 def test_the_ratios_of_the_chat_are_on_every_page() -> None:
-    page, chat, readme, results = said("docs/caching.md"), RAW["chat"], said("README.md"), said("docs/results.md")
-    for arm in ("cache", "both"):
-        ttft, later, e2e, rate = (rounds.ratio(chat, figure, arm).text() for figure in (*TIMES, "messages_s"))
-        assert f"{row('ratio, 95% over starts', ttft, later, e2e, rate)} |" in page, arm
+    page, readme, results = said("docs/caching.md"), said("README.md"), said("docs/results.md")
+    of_page = (
+        ("chat", "cache"),
+        ("chat", "both"),
+        ("chat-decoding", "cache"),
+        ("chat-wide", "cache"),
+        ("chat-wide", "wide"),
+    )
+    for bench, arm in of_page:
+        ttft, later, e2e, rate = (rounds.ratio(RAW[bench], figure, arm).text() for figure in (*TIMES, "messages_s"))
+        assert f"{row('ratio, 95% over starts', ttft, later, e2e, rate)} |" in page, (bench, arm)
+        if bench == "chat-wide":
+            continue
         assert f"mean time to first token {ttft}, mean end-to-end time {e2e}, messages/s {rate}" in readme, arm
         assert f"{ttft}, {rate}" in results and f"{ttft}, {e2e}, {rate}" in results, arm
 
@@ -144,6 +158,36 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     smaller = RAW["chat-34m"]
     assert "{} and {} of vLLM's time to first token".format(*parts_of("chat-34m", "kvpolicy")) in page
     assert f"p / d was {smaller['prices']['price_ratio']:.3f} at {smaller['prices']['batch']:.1f} decodes" in page
+
+
+def test_what_is_said_of_the_chats_on_another_machine_is_what_the_runs_had() -> None:
+    page, decoding, wide = said("docs/caching.md"), RAW["chat-decoding"], RAW["chat-wide"]
+    for bench in (decoding, wide):
+        prices = bench["prices"]
+        decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
+        assert (
+            f"P / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, of which a decoded token "
+            f"takes {decoded_ms:.2f} ms and a token of a prompt adds {prompt_ms:.3f} ms"
+        ) in page
+        assert f"{bench['load']['chatters'][0]} people" in page and f"{bench['load']['conversations']} conv" in page
+    in_use = (
+        rounds.mean(decoding, "open_tokens", "vllm") / (480 * 32),
+        rounds.mean(wide, "open_tokens", "vllm") / 20480,
+    )
+    assert f"The windows in use took {in_use[0]:.1f} times the device's memory" in page
+    assert f"whose windows take {in_use[1]:.1f} times the device's 640 blocks" in page
+    blocks = [arm["flags"][arm["flags"].index("--num-gpu-blocks-override") + 1] for arm in wide["arms"]]
+    assert blocks[0] == blocks[1] == "640" and wide["arms"][2]["flags"][-1] == "4736"
+    carried, served = (
+        rounds.mean(RAW[name], "later_messages_s", "vllm") for name in ("chat-decoding-full", "chat-decoding")
+    )
+    assert f"finished {served:.3f} messages per second after the first minute, of {carried:.3f} without pauses" in page
+    for name, arm in (("chat-decoding", "cache"), ("chat-wide", "cache"), ("chat-wide", "wide")):
+        assert "{}, {} and {}".format(*parts_of(name, arm)) in page, (name, arm)
+    assert f"{decoding['compared']['tokens']:,} tokens, all those of vLLM" in page
+    assert not decoding["compared"]["different"]
+    # Three answers, of two arms each.
+    assert f"Of {wide['compared']['tokens']:,} tokens" in page and wide["compared"]["different"] == 2 * 3
 
 
 def parts_of(bench: str, arm: str) -> list[str]:

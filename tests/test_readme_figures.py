@@ -52,16 +52,18 @@ def measured() -> Iterator[tuple[str, str, str]]:
         "-",
     )
     bench = tool("bench_rounds")
-    chat = json.loads(bench.RAW.read_text())["chat"]
+    raw = json.loads(bench.RAW.read_text())
+    chat, decoding = raw["chat"], raw["chat-decoding"]
 
-    def over_vllm(arm: str) -> str:
-        first, whole, rate = (bench.ratio(chat, figure, arm).text() for figure in ("ttft_s", "e2e_s", "messages_s"))
+    def over_vllm(arm: str, of: Any = chat) -> str:
+        first, whole, rate = (bench.ratio(of, figure, arm).text() for figure in ("ttft_s", "e2e_s", "messages_s"))
         return f"mean time to first token {first}, mean end-to-end time {whole}, messages/s {rate}"
 
     yield (
         f"a chat with windows of {bench.mean(chat, 'window_tokens', 'vllm'):,.0f} tokens, three times the device's "
         "memory, CPU engine, `always-swap` with `--cache cost`",
-        f"{over_vllm('cache')}; with `--order mlfq:base=256` {over_vllm('both')}",
+        f"{over_vllm('cache')}; with `--order mlfq:base=256` {over_vllm('both')}; where steps take twice as long "
+        f"(p / d {decoding['prices']['price_ratio']:.3f}) {over_vllm('cache', decoding)}",
         "-",
     )
 
