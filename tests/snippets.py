@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,17 +48,35 @@ PROGRAMS = "kvpolicy|make|pip|python"
 
 
 def commands(name: str) -> list[Shown]:
-    """The commands in a document's blocks that have no language; a block's continued lines are joined, and a line's
-    first word may be a variable that the block sets: ``TOOL="python tool.py --all"``, then ``$TOOL --more``."""
-    blocks = re.findall(r"^ *```(?:sh)?\n(.*?)^ *```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line.strip() for block in blocks for line in _expanded(re.sub(r"\\\n", " ", block)).splitlines()]
-    found = [re.match(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:{PROGRAMS}) .*)", line) for line in lines]
+    """The commands in a document's blocks that have no language; a block's continued lines are joined, and words may be
+    variables that the block sets: ``TOOL="python tool.py --all"``, then ``$TOOL --more``."""
+    fenced = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if language in ("", "sh")]
+    lines = [line for block in blocks for line in _whole(_expanded(re.sub(r"\\\n", " ", block)).splitlines())]
+    found = [re.match(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:{PROGRAMS}) .*)", line, re.DOTALL) for line in lines]
     return [_shown(match[1]) for match in found if match]
 
 
+def _whole(lines: list[str]) -> Iterator[str]:
+    """Lines, those of a command joined until its quotes are closed."""
+    command = ""
+    for line in map(str.strip, lines):
+        if not command and not re.match(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) ", line):
+            continue
+        command += line
+        try:
+            shlex.split(command, comments=True)
+        except ValueError:
+            command += "\n"
+        else:
+            yield command
+            command = ""
+    assert not command, f"quotes that nothing closes: {command}"
+
+
 def _expanded(block: str) -> str:
-    for variable, value in re.findall(r'^([A-Z_]+)="(.*)"$', block, re.MULTILINE):
-        block = re.sub(rf"^\${variable}\b", lambda _, value=value: value, block, flags=re.MULTILINE)
+    for variable, _, value in re.findall(r"""^([A-Z_]+)=(["'])(.*)\2$""", block, re.MULTILINE):
+        block = re.sub(rf"\${variable}\b", lambda _, value=value: value, block)
     return block
 
 

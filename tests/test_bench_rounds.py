@@ -142,7 +142,7 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     whole = rounds.mean(chat, "messages_s", "vllm") / rounds.mean(RAW["chat-full"], "messages_s", "vllm")
     first = rounds.by_round(chat, "later_messages_s", "vllm")[0] / carried
     assert f"Over whole runs it is {whole:.0%}, and {first:.0%} after the first minute of the first round alone" in page
-    assert f"load {served / carried:.0%}, p / d {prices['price_ratio']:.3f}," in shown
+    assert f"load {served / carried:.0%}, p / d {prices['price_ratio']:.3f} in the first," in shown
     compared = [RAW[name]["compared"] for name in ("chat", "chat-order", "chat-34m")]
     assert not any(one["different"] for one in compared)
     assert (
@@ -181,13 +181,41 @@ def test_what_is_said_of_the_chats_on_another_machine_is_what_the_runs_had() -> 
     carried, served = (
         rounds.mean(RAW[name], "later_messages_s", "vllm") for name in ("chat-decoding-full", "chat-decoding")
     )
+    whole = rounds.mean(decoding, "messages_s", "vllm") / rounds.mean(RAW["chat-decoding-full"], "messages_s", "vllm")
     assert f"finished {served:.3f} messages per second after the first minute, of {carried:.3f} without pauses" in page
+    assert f"a load of {served / carried:.0%}, and of {whole:.0%} over whole runs" in page
+    slower = decoding["prices"]["decoded_token_s"] / RAW["chat"]["prices"]["decoded_token_s"]
+    assert f"a decoded token takes {slower:.1f} times as long" in page
+    lost = f"tokens that preemptions lost {decoding['prices']['lost_price_ratio']:.3f}"
+    assert lost.replace("lost ", "lost it was ") in page and lost in said("docs/results.md")
     for name, arm in (("chat-decoding", "cache"), ("chat-wide", "cache"), ("chat-wide", "wide")):
         assert "{}, {} and {}".format(*parts_of(name, arm)) in page, (name, arm)
+    late, early = sent_at("chat-decoding", 5), sent_at("chat-decoding", 0, 2)
+    assert (
+        f"waits {min(early):.1f} to {max(early):.1f} s with the cache, and {min(late):.1f} to {max(late):.1f} s" in page
+    )
+    late, early = sent_at("chat-wide", 5), sent_at("chat-wide", 0, 3)
+    assert (
+        f"{min(late):.1f} to {max(late):.1f} s from 250 s on where it was {min(early):.1f} to {max(early):.1f}" in page
+    )
+    ratio = rounds.mean(wide, "ttft_s", "wide") / rounds.mean(wide, "ttft_s", "cache")
+    assert round(1 / ratio) == 7 and not rounds.ratio(wide, "ttft_s", "cache").significant
     assert f"{decoding['compared']['tokens']:,} tokens, all those of vLLM" in page
     assert not decoding["compared"]["different"]
-    # Three answers, of two arms each.
-    assert f"Of {wide['compared']['tokens']:,} tokens" in page and wide["compared"]["different"] == 2 * 3
+    assert f"Of {wide['compared']['tokens']:,} tokens" in page
+    places = wide["compared"]["places"]
+    of_arms = [
+        {(at["round"], at["conversation"], at["turn"], at["token"]) for at in places if at["arm"] == arm}
+        for arm in ("cache", "wide")
+    ]  # fmt: skip
+    assert of_arms[0] == of_arms[1] and len(of_arms[0]) == 3
+    assert f"at most {max(at['gap'] for at in places):.6f} apart" in page
+
+
+def sent_at(bench: str, first: int, last: int | None = None) -> list[float]:
+    """By round, the cache's time to first token in these steps of 50 s."""
+    runs = [run for run in RAW[bench]["runs"] if run["arm"] == "cache"]
+    return [seconds for run in runs for seconds in run["ttft_s_by_50_s"][first:last]]
 
 
 def parts_of(bench: str, arm: str) -> list[str]:
@@ -296,15 +324,16 @@ def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:
             {"name": "ours", "hints": True, "command": ["vllm", "serve", "llama", '{"files": "/nvme/kv", "gib": 1}']},
         ],
         "comparisons": [
-            {"tokens": {"ours": {"tokens": 10, "different": [{"turn": 0}]}}},
-            {"tokens": {"ours": {"tokens": 5, "different": []}}},
+            {"round": 0, "tokens": {"ours": {"tokens": 10, "different": [{"turn": 0}]}}},
+            {"round": 1, "tokens": {"ours": {"tokens": 5, "different": []}}},
         ],
     }  # fmt: skip
     (tmp_path / "bench.json").write_text(json.dumps(bench))
     found = rounds.gathered(tmp_path / "bench.json")
     assert found["runs"] == [{"cell": {"n": 1}, "round": 0, "arm": "vllm", "ttft_s": {"mean": 0.333333}}]
     assert (found["workload"], found["prices"]) == ("lengths:c.csv?think=1", {"price_ratio": 0.123457})
-    assert (found["target"], found["compared"]) == ("llama", {"tokens": 15, "different": 1})
+    places = [{"arm": "ours", "round": 0, "turn": 0}]
+    assert (found["target"], found["compared"]) == ("llama", {"tokens": 15, "different": 1, "places": places})
     assert [arm["flags"] for arm in found["arms"]] == [["--dtype", "float32"], ['{"files": "kv", "gib": 1}']]
     assert json.loads(rounds.text_of({"one": found})) == {"one": found}
 
@@ -314,6 +343,15 @@ def test_the_first_minute_of_a_chat_does_not_count_for_its_later_rate() -> None:
     rows[3]["error"] = "timed out"
     assert rounds.later_rate({"steady_s": 120.0, "rows": rows}) == {"later_messages_s": 2 / 60}
     assert rounds.later_rate({"steady_s": 60.0, "rows": rows}) == rounds.later_rate({"rows": rows}) == {}
+
+
+def test_a_chat_has_its_time_to_first_token_by_when_messages_were_sent() -> None:
+    sent = ((0.0, 1.0), (49.0, 3.0), (149.0, 5.0), (151.0, 7.0), (60.0, 100.0))
+    rows = [{"sent_s": sent_s, "ttft_s": ttft_s, "error": ""} for sent_s, ttft_s in sent]
+    rows[-1]["error"] = "timed out"
+    assert rounds.by_time({"steady_s": 150.1, "rows": rows}) == {"ttft_s_by_50_s": [2.0, None, 6.0]}
+    assert rounds.by_time({"steady_s": 20.0, "rows": rows[:1]}) == {"ttft_s_by_50_s": [1.0]}
+    assert rounds.by_time({"rows": rows}) == rounds.by_time({"steady_s": 60.0, "rows": []}) == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"load": {}, "kind": "chat"}'])

@@ -54,6 +54,10 @@ def measured() -> Iterator[tuple[str, str, str]]:
     bench = tool("bench_rounds")
     raw = json.loads(bench.RAW.read_text())
     chat, decoding = raw["chat"], raw["chat-decoding"]
+    served, carried = (
+        bench.mean(raw[name], "later_messages_s", "vllm") for name in ("chat-decoding", "chat-decoding-full")
+    )
+    load = served / carried
 
     def over_vllm(arm: str, of: Any = chat) -> str:
         first, whole, rate = (bench.ratio(of, figure, arm).text() for figure in ("ttft_s", "e2e_s", "messages_s"))
@@ -62,8 +66,8 @@ def measured() -> Iterator[tuple[str, str, str]]:
     yield (
         f"a chat with windows of {bench.mean(chat, 'window_tokens', 'vllm'):,.0f} tokens, three times the device's "
         "memory, CPU engine, `always-swap` with `--cache cost`",
-        f"{over_vllm('cache')}; with `--order mlfq:base=256` {over_vllm('both')}; where steps take twice as long "
-        f"(p / d {decoding['prices']['price_ratio']:.3f}) {over_vllm('cache', decoding)}",
+        f"{over_vllm('cache')}; with `--order mlfq:base=256` {over_vllm('both')}; on another machine "
+        f"(load {load:.0%}, p / d {decoding['prices']['price_ratio']:.3f}) {over_vllm('cache', decoding)}",
         "-",
     )
 

@@ -5,8 +5,9 @@
 FILE: a `bench.json` of `kvpolicy bench chat`, `analytics` or `rate`. It replaces what docs/bench-rounds.json has under
 NAME. Of every run of an arm its figures are kept, to six digits, and neither its single requests nor its counters; of
 the bench its model, its load and the flags of its servers, without folders, its versions, how many tokens were compared
-and how many conversations differed, and p / d where it was measured. Runs of a chat have messages per second without
-their first minute, in which a chat with pauses begins slowly and one without begins with all at once.
+and where conversations differed, and p / d where it was measured. Runs of a chat have messages per second without
+their first minute, in which a chat with pauses begins slowly and one without begins with all at once, and the mean time
+to first token by when a message was sent, in steps of 50 s.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def gathered(file: Path) -> dict[str, Any]:
                 "load": load,
                 "prices": {name: value for name, value in (bench.get("prices") or {}).items() if name in OF_PRICES},
                 "runs": [
-                    {name: value for name, value in run.items() if name not in LEFT_OUT} | later_rate(run)
+                    {name: value for name, value in run.items() if name not in LEFT_OUT}
+                    | later_rate(run)
+                    | by_time(run)
                     for run in sorted(bench["runs"], key=lambda run: (run["round"], json.dumps(run["cell"])))
                 ],
             }
@@ -72,15 +75,33 @@ def later_rate(run: Mapping[str, Any]) -> dict[str, float]:
     return {"later_messages_s": sum(FIRST_S < end_s <= until_s for end_s in ends_s) / (until_s - FIRST_S)}
 
 
+STEP_S = 50.0
+
+
+def by_time(run: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """Mean time to first token of a chat's messages by when they were sent, None where none was; nothing of another
+    run. The last step is 25 s longer or shorter, with what was sent after it."""
+    answered = [row for row in run["rows"] if not row["error"]] if "steady_s" in run else []
+    if not answered:
+        return {}
+    steps: list[list[float]] = [[] for _ in range(max(1, round(run["steady_s"] / STEP_S)))]
+    for row in answered:
+        steps[min(int(row["sent_s"] // STEP_S), len(steps) - 1)].append(row["ttft_s"])
+    return {"ttft_s_by_50_s": [fmean(step) if step else None for step in steps]}
+
+
 def without_path(word: str) -> str:
     """A word of a command, without the folders of the machine."""
     return word if "://" in word else re.sub(r"(?<![\w.])/[\w./-]*/", "", word)
 
 
-def compared(comparisons: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Tokens that arms were compared by, and conversations that differ from some token on."""
-    found = [arm for one in comparisons for arm in one["tokens"].values()]
-    return {"tokens": sum(one["tokens"] for one in found), "different": sum(len(one["different"]) for one in found)}
+def compared(comparisons: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Tokens that arms were compared by, conversations that differ from some token on, and where they do. What follows
+    there is not compared."""
+    found = [(one, arm, tokens) for one in comparisons for arm, tokens in one["tokens"].items()]
+    places = [{"arm": arm, "round": one["round"], **at} for one, arm, tokens in found for at in tokens["different"]]
+    total = {"tokens": sum(tokens["tokens"] for _, _, tokens in found), "different": len(places)}
+    return total | ({"places": places} if places else {})
 
 
 def without_folder(workload: str) -> str:

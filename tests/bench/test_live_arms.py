@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import WrongValue, read
 from kvpolicy.request_marks import HintLimits
 from kvpolicy.settings import BenchTarget, ServerSettings
 from kvpolicy_vllm import launch
@@ -45,6 +45,8 @@ from tests.snippets import commands
         (('a={"vllm_flags": ["--kv-transfer-config", "{}"]}',), (), "kv-transfer-config"),
         (('a={"vllm_flags": ["--seed", "3", "-q", "fp8"]}',), (), "--quantization should be that of all"),
         (('a={"vllm_flags": ["--revision=new"]}',), (), "--revision should be that of all arms"),
+        (('a={"vllm_flags": ["--hf-overrides={}"]}',), (), "--hf-overrides should be that of all arms"),
+        (('a={"vllm_flags": ["--tokenizer", "b"]}',), (), "--tokenizer should be that of all arms"),
         ((), ("--port", "1"), "--port cannot be given"),
     ],
 )
@@ -146,6 +148,9 @@ def test_an_arm_whose_server_heeds_no_hint_sends_none(monkeypatch: pytest.Monkey
     for heeding in ('a={"hints": true, "cache": "lru"}', 'a={"hints": true, "order": "hints/mlfq"}'):
         assert arms_of(BenchTarget("llm", (heeding, 'vllm={"hints": true}')))[0].hints
     assert arms_of(BenchTarget("http://there:8000", ("hints",)))[0].hints
+    refusing = read(ServerSettings, {"policy": "always-swap", "cache": "lru", "hints": "none"}, "flags")
+    with pytest.raises(WrongValue, match="asks to keep windows, which --hints none refuses"):
+        arms_of(BenchTarget("llm", ("hints",), settings=refusing))
 
 
 def test_several_servers_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,10 @@ SHARE_FLAGS = (SHARE, "--kv-cache-memory-bytes")
 SHARE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 OWN_FLAGS = "vllm_flags"
 """In an arm's JSON, vLLM's flags of its server alone."""
-SHARED_FLAGS = ("--dtype", "--model", "--revision", "--quantization", "--max-model-len", "--config")
+SHARED_FLAGS = (
+    "--dtype", "--model", "--revision", "--quantization", "--max-model-len", "--config", "--tokenizer",
+    "--hf-overrides", "--hf-config-path", "--load-format", "--generation-config", "--override-generation-config",
+)  # fmt: skip
 """That an arm may not have for itself: its tokens, or the conversations that fit, would be others. vLLM puts a file of
 flags before those of the command line, so that the flags of all arms would win over it."""
 SHORT_FLAGS = {"-q": "--quantization"}
@@ -204,6 +207,8 @@ def _command(name: str, given: Mapping[str, Any], at: BenchTarget, has_plugin: b
         raise WrongValue(
             "arm", f"{name} sends hints, of which nothing comes without a cache: give it --cache, or --order hints"
         )
+    if hints and settings.hints is not None and not settings.hints.keep_s:
+        raise WrongValue("arm", f"{name} asks to keep windows, which --hints none refuses: let hints grant keep_s")
     refuse_unsafe_files(settings)
     return launch.serve_command(at.target, launch.options(settings), at.vllm_flags)
 
