@@ -38,7 +38,11 @@ IN_PROCESS = $(addprefix tests/vllm/test_,table_admission.py surviving_tables.py
 	hinted_prompts.py soak_files.py control_file.py)
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
-WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 KVPOLICY_REQUIRE_SOURCES=1 .venv/bin/python -m pytest tests/vllm
+WITH_VLLM_IN = env KVPOLICY_REQUIRE_VLLM=1 KVPOLICY_REQUIRE_SOURCES=1 .venv/bin/python -m pytest
+WITH_VLLM = $(WITH_VLLM_IN) tests/vllm
+# Engines of other models, which `make test` runs on the last core while the first one has the other engines.
+MODELS = $(addprefix tests/vllm/test_,families.py features.py family_survival.py measured_families.py vision.py)
+LAST_CORE = $(if $(shell command -v taskset),taskset -c $$($(PYTHON) -c "import os; print(max(os.sched_getaffinity(0)))"))
 QUICK = -m "not slow" --durations=25
 # Where flags choose some tests, one half may hold none of them: pytest says 5 then.
 NOTHING_FOUND = $(if $(PYTEST_FLAGS),|| test $$? -eq 5)
@@ -50,7 +54,7 @@ GPU_FLAGS ?=
 RESUMED = -p tests.resume --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
 
 .PHONY: help board docs dist demo characterize lint check fuzz soak sources test-version test-build test-sources features environment clean gpu-check gpu-swap gpu-profile gpu-overload
-.PHONY: test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers
+.PHONY: test test-engines test-models test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
@@ -66,16 +70,20 @@ characterize: .venv/.made
 	.venv/bin/kvpolicy report $(STUDY)/simulated --out $(STUDY)/simulated.html --figures $(STUDY)/simulated-figures \
 		--json $(STUDY)/simulated.json
 
-# Engines take one core each, and most of the time; what starts none runs beside them, one part after the other.
+# Engines take one core each, and most of the time; what starts none runs beside them, one part after the other, and then
+# the engines of other models, on the core that is free by then.
 test: .venv/.made
-	$(MAKE) --no-print-directory --keep-going -j2 test-engines test-offline test-schedulers
+	$(MAKE) --no-print-directory --keep-going -j2 test-engines test-offline test-schedulers test-models
 
 # Without a network the tests that want other versions say so; what is there is kept.
 sources: .venv/.made
 	-.venv/bin/python tools/vllm_sources.py .vllm-sources $(SOURCES)
 
 test-engines: .venv/.made
-	$(WITH_VLLM) -m "not slow and not scheduler" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
+	$(WITH_VLLM) $(MODELS:%=--ignore=%) -m "not slow and not scheduler" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
+
+test-models: .venv/.made
+	$(LAST_CORE) $(WITH_VLLM_IN) $(MODELS) -m "not slow and not scheduler" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 test-schedulers: .venv/.made sources
 	$(WITH_VLLM) -m "scheduler and not slow" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
