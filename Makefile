@@ -38,11 +38,11 @@ IN_PROCESS = $(addprefix tests/vllm/test_,table_admission.py surviving_tables.py
 	hinted_prompts.py soak_files.py control_file.py)
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
-WITH_VLLM_IN = env KVPOLICY_REQUIRE_VLLM=1 KVPOLICY_REQUIRE_SOURCES=1 .venv/bin/python -m pytest
-WITH_VLLM = $(WITH_VLLM_IN) tests/vllm
+PYTEST_WITH_VLLM = env KVPOLICY_REQUIRE_VLLM=1 KVPOLICY_REQUIRE_SOURCES=1 .venv/bin/python -m pytest
+WITH_VLLM = $(PYTEST_WITH_VLLM) tests/vllm
 # Engines of other models, which `make test` runs on the last core while the first one has the other engines.
 MODELS = $(addprefix tests/vllm/test_,families.py features.py family_survival.py measured_families.py vision.py)
-LAST_CORE = $(if $(shell command -v taskset),taskset -c $$($(PYTHON) -c "import os; print(max(os.sched_getaffinity(0)))"))
+LAST_CORE = $(if $(shell command -v taskset),taskset -c $$(.venv/bin/python -c "import os; print(max(os.sched_getaffinity(0)))"))
 QUICK = -m "not slow" --durations=25
 # Where flags choose some tests, one half may hold none of them: pytest says 5 then.
 NOTHING_FOUND = $(if $(PYTEST_FLAGS),|| test $$? -eq 5)
@@ -83,7 +83,7 @@ test-engines: .venv/.made
 	$(WITH_VLLM) $(MODELS:%=--ignore=%) -m "not slow and not scheduler" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 test-models: .venv/.made
-	$(LAST_CORE) $(WITH_VLLM_IN) $(MODELS) -m "not slow and not scheduler" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
+	$(LAST_CORE) $(PYTEST_WITH_VLLM) $(MODELS) -m "not slow and not scheduler" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 test-schedulers: .venv/.made sources
 	$(WITH_VLLM) -m "scheduler and not slow" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
