@@ -44,7 +44,8 @@ class Shown:
     """It has no dots for what a reader has to add."""
 
 
-PROGRAMS = "kvpolicy|make|pip|python"
+COMMAND = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:kvpolicy|make|pip|python) .*)", re.DOTALL)
+"""A line with a command of ours, behind a prompt or variables."""
 
 
 def commands(name: str) -> list[Shown]:
@@ -52,16 +53,15 @@ def commands(name: str) -> list[Shown]:
     variables that the block sets: ``TOOL="python tool.py --all"``, then ``$TOOL --more``."""
     fenced = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
     blocks = [block for language, block in fenced if language in ("", "sh")]
-    lines = [line for block in blocks for line in _whole(_expanded(re.sub(r"\\\n", " ", block)).splitlines())]
-    found = [re.match(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*((?:{PROGRAMS}) .*)", line, re.DOTALL) for line in lines]
-    return [_shown(match[1]) for match in found if match]
+    lines = [line for block in blocks for line in _commands_of(_expanded(re.sub(r"\\\n", " ", block)).splitlines())]
+    return [_shown(match[1]) for line in lines if (match := COMMAND.match(line))]
 
 
-def _whole(lines: list[str]) -> Iterator[str]:
-    """Lines, those of a command joined until its quotes are closed."""
+def _commands_of(lines: list[str]) -> Iterator[str]:
+    """Lines with a command, each with what follows until its quotes are closed; no others."""
     command = ""
     for line in map(str.strip, lines):
-        if not command and not re.match(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) ", line):
+        if not command and not COMMAND.match(line):
             continue
         command += line
         try:

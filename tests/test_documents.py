@@ -161,6 +161,18 @@ def test_documents_show_commands() -> None:
     assert len(OURS) > 30 and {page for page, _ in OURS} >= {"README.md", "docs/serving.md", "docs/train.md"}
 
 
+def test_every_command_of_a_page_is_found(tmp_path: Path) -> None:
+    """Behind a block in another language, with variables anywhere, and over several lines."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport kvpolicy\n```\nkvpolicy of the prose\n```\npython -c \"print(\n1)\"\nMORE='--a --b=2'\n"
+        "kvpolicy run $MORE \\\n    --c it  # isn't read\nother $MORE\n```\n```json\nmake none\n```\n"
+    )
+    assert [shown.words for shown in commands(str(page))] == [
+        ("python", "-c", "print(\n1)"), ("kvpolicy", "run", "--a", "--b=2", "--c", "it"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("page", "shown"), OURS, ids=[f"{page} {' '.join(shown.words)}" for page, shown in OURS])
 def test_a_command_that_is_shown_is_taken(page: str, shown: Shown) -> None:
     """Those flags that are to be vLLM's are asked for in tests/vllm/test_launch_flags.py."""
