@@ -127,11 +127,7 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     assert f"first one of its conversation has {message:.0f} of these" in page
     assert f"take {in_use / device:.1f} times the device's memory" in page
     prices = chat["prices"]
-    decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
-    assert (
-        f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, of which a decoded token "
-        f"takes {decoded_ms:.2f} ms and a token of a prompt adds {prompt_ms:.3f} ms"
-    ) in page
+    assert of_prices(chat) in page
     carried, served, sent = (
         rounds.mean(RAW[name], "later_messages_s", arm)
         for name, arm in (("chat-full", "vllm"), ("chat", "vllm"), ("chat", "cache"))
@@ -160,19 +156,23 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     assert f"p / d was {smaller['prices']['price_ratio']:.3f} at {smaller['prices']['batch']:.1f} decodes" in page
 
 
+def of_prices(bench: dict[str, Any]) -> str:
+    prices = bench["prices"]
+    decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
+    return (
+        f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, of which a decoded token "
+        f"takes {decoded_ms:.2f} ms and a token of a prompt adds {prompt_ms:.3f} ms"
+    )
+
+
 def test_what_is_said_of_the_chats_on_another_machine_is_what_the_runs_had() -> None:
     page, decoding, wide = said("docs/caching.md"), RAW["chat-decoding"], RAW["chat-wide"]
     for bench in (decoding, wide):
-        prices = bench["prices"]
-        decoded_ms, prompt_ms = 1e3 * prices["decoded_token_s"], 1e3 * prices["prompt_token_s"]
-        assert (
-            f"P / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, of which a decoded token "
-            f"takes {decoded_ms:.2f} ms and a token of a prompt adds {prompt_ms:.3f} ms"
-        ) in page
+        assert f"Here {of_prices(bench)}" in page
         assert f"{bench['load']['chatters'][0]} people" in page and f"{bench['load']['conversations']} conv" in page
     in_use = (
         rounds.mean(decoding, "open_tokens", "vllm") / (480 * 32),
-        rounds.mean(wide, "open_tokens", "vllm") / 20480,
+        rounds.mean(wide, "open_tokens", "vllm") / (640 * 32),
     )
     assert f"The windows in use took {in_use[0]:.1f} times the device's memory" in page
     assert f"whose windows take {in_use[1]:.1f} times the device's 640 blocks" in page
@@ -198,6 +198,12 @@ def test_what_is_said_of_the_chats_on_another_machine_is_what_the_runs_had() -> 
     assert (
         f"{min(late):.1f} to {max(late):.1f} s from 250 s on where it was {min(early):.1f} to {max(early):.1f}" in page
     )
+    at_most, finished = (rounds.mean(RAW[name], "messages_s", "vllm") for name in ("chat-wide-full", "chat-wide"))
+    assert f"finished {finished:.3f} messages per second over whole runs, and {at_most:.3f} without pauses" in page
+    assert f"a load of {finished / at_most:.0%}. Of" in page
+    rival, cache = (rounds.ratio(wide, "ttft_s", arm).text() for arm in ("wide", "cache"))
+    assert f"{rival} of the time to first token, where the cache came to {cache}" in said("README.md")
+    assert f"{rival}, where the cache came to {cache}" in said("docs/results.md")
     ratio = rounds.mean(wide, "ttft_s", "wide") / rounds.mean(wide, "ttft_s", "cache")
     assert round(1 / ratio) == 7 and not rounds.ratio(wide, "ttft_s", "cache").significant
     assert f"{decoding['compared']['tokens']:,} tokens, all those of vLLM" in page

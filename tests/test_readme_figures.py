@@ -67,7 +67,8 @@ def measured() -> Iterator[tuple[str, str, str]]:
         f"a chat with windows of {bench.mean(chat, 'window_tokens', 'vllm'):,.0f} tokens, three times the device's "
         "memory, CPU engine, `always-swap` with `--cache cost`",
         f"{over_vllm('cache')}; with `--order mlfq:base=256` {over_vllm('both')}; on another machine "
-        f"(load {load:.0%}, p / d {decoding['prices']['price_ratio']:.3f}) {over_vllm('cache', decoding)}",
+        f"(windows of {bench.mean(decoding, 'window_tokens', 'vllm'):,.0f} tokens, load {load:.0%}, p / d "
+        f"{decoding['prices']['price_ratio']:.3f}) {over_vllm('cache', decoding)}",
         "-",
     )
 

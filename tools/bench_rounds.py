@@ -76,11 +76,12 @@ def later_rate(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 STEP_S = 50.0
+"""Of a run of a chat: how long messages are taken together."""
 
 
 def by_time(run: Mapping[str, Any]) -> dict[str, list[float | None]]:
     """Mean time to first token of a chat's messages by when they were sent, None where none was; nothing of another
-    run. The last step is 25 s longer or shorter, with what was sent after it."""
+    run. The last step is up to 25 s longer or shorter, and has what was sent after it."""
     answered = [row for row in run["rows"] if not row["error"]] if "steady_s" in run else []
     if not answered:
         return {}
