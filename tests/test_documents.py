@@ -201,7 +201,10 @@ HERE = [words for _, words in OURS if any("cpu-llama" in word for word in words.
 
 
 @pytest.mark.parametrize("shown", HERE, ids=[" ".join(shown.words) for shown in HERE])
-def test_a_command_on_what_ships_runs(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_on_what_ships_runs(
+    shown: Shown, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write a file
     if shown.words[1] == "serve" and find_spec("vllm") is None:
         pytest.skip("needs vLLM")
     unchecked = ["--no-check"] if shown.words[1] == "serve" else []  # its LLM is a placeholder
