@@ -269,6 +269,14 @@ class ChatLoad:
         None,
         POSITIVE,
     )
+    warmup_s: float = option(
+        "Seconds from the begin of a run whose messages are sent and not counted, while caches fill.", 0.0, AMOUNT
+    )
+    midway: bool = option(
+        "Begin a run in the middle of conversations, one a person: the first message of each brings what was said "
+        "before. Without it windows grow for as long as a conversation lasts, and with them the load.",
+        False,
+    )
     turns: float = option(
         "Mean number of turns of a drawn conversation, but for those that its window has no room for.", 5.0, TURNS
     )
@@ -292,6 +300,12 @@ class ChatLoad:
                 "chatters",
                 f"is {most}, more than the {self.conversations} conversations of a run, so that some would have none: "
                 "give more --conversations, or fewer people",
+            )
+        if self.seconds is not None and self.warmup_s >= self.seconds:
+            raise WrongValue(
+                "warmup_s",
+                f"is {self.warmup_s:g}, and the run has {self.seconds:g} s in which messages are sent, so that none "
+                "would count: give fewer, or more --seconds",
             )
 
 

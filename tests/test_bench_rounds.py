@@ -348,6 +348,8 @@ def test_the_first_minute_of_a_chat_does_not_count_for_its_later_rate() -> None:
     rows = [{"sent_s": sent_s, "e2e_s": 5.0, "error": ""} for sent_s in (0.0, 54.0, 56.0, 80.0, 114.0, 116.0)]
     rows[3]["error"] = "timed out"
     assert rounds.later_rate({"steady_s": 120.0, "rows": rows}) == {"later_messages_s": 2 / 60}
+    warm = {"warmup_s": 80.0, "steady_s": 40.0, "rows": rows}
+    assert rounds.later_rate(warm) == {"later_messages_s": 1 / 40}
     assert rounds.later_rate({"steady_s": 60.0, "rows": rows}) == rounds.later_rate({"rows": rows}) == {}
 
 

@@ -67,12 +67,18 @@ FIRST_S = 60.0
 
 
 def later_rate(run: Mapping[str, Any]) -> dict[str, float]:
-    """Messages per second of a run of a chat after its first minute; nothing of another run, or a shorter one."""
-    until_s = run.get("steady_s", 0.0)
-    if until_s <= FIRST_S:
+    """Messages per second of a run of a chat after its first minute, or after a longer warm-up; nothing of another
+    run, or a shorter one."""
+    from_s, until_s = max(FIRST_S, run.get("warmup_s", 0.0)), _until_s(run)
+    if until_s <= from_s:
         return {}
     ends_s = [row["sent_s"] + row["e2e_s"] for row in run["rows"] if not row["error"]]
-    return {"later_messages_s": sum(FIRST_S < end_s <= until_s for end_s in ends_s) / (until_s - FIRST_S)}
+    return {"later_messages_s": sum(from_s < end_s <= until_s for end_s in ends_s) / (until_s - from_s)}
+
+
+def _until_s(run: Mapping[str, Any]) -> float:
+    """Seconds of a run of a chat until somebody was idle; 0 of another run."""
+    return float(run.get("warmup_s", 0.0) + (run.get("steady_s") or 0.0))
 
 
 STEP_S = 50.0
@@ -85,7 +91,7 @@ def by_time(run: Mapping[str, Any]) -> dict[str, list[float | None]]:
     answered = [row for row in run["rows"] if not row["error"]] if "steady_s" in run else []
     if not answered:
         return {}
-    steps: list[list[float]] = [[] for _ in range(max(1, round(run["steady_s"] / STEP_S)))]
+    steps: list[list[float]] = [[] for _ in range(max(1, round(_until_s(run) / STEP_S)))]
     for row in answered:
         steps[min(int(row["sent_s"] // STEP_S), len(steps) - 1)].append(row["ttft_s"])
     return {"ttft_s_by_50_s": [fmean(step) if step else None for step in steps]}

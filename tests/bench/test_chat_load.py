@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from kvpolicy_vllm.bench.chat_load import (
     ChatRun,
     Conversation,
     Turn,
+    begun_midway,
     drawn,
     fitted,
     of_requests,
@@ -74,6 +76,35 @@ def test_every_turn_sends_the_whole_window_with_the_answers() -> None:
     assert first[:4] == [1, 2, 3, 4] and len(first) == 9 and set(first[4:]) <= set(range(100, 200))
     assert second[:12] == [*first, *next_tokens(first, 3)] and len(second) == 18
     assert [(message.turn, message.window_tokens) for message in run.messages] == [(0, 9), (1, 18)]
+
+
+def test_the_first_message_of_a_conversation_met_midway_brings_what_was_said_before() -> None:
+    whole = talk("a", (5, 3), (6, 2), (7, 4), (8, 1), is_prefixed=True)
+    midway, from_its_begin = Counting(), Counting()
+    run = chatted(midway, [replace(whole, said_turns=2)], 1)
+    chatted(from_its_begin, [whole], 1)
+    (first, _), (second, _) = midway.sent
+    assert [len(first), len(second)] == [4 + 5 + 3 + 6 + 2 + 7, len(first) + 4 + 8]
+    said = from_its_begin.sent[2][0]
+    of_answers = {*range(9, 12), *range(18, 20)}
+    assert all((at in of_answers) or first[at] == said[at] for at in range(len(first))), "messages are the same"
+    assert set(first[9:12]) | set(first[18:20]) <= set(range(100, 200)), "answers that nobody gave are drawn"
+    assert second[: len(first) + 4] == [*first, *next_tokens(first, 4)]
+    told = [(message.turn, message.window_tokens, message.begins) for message in run.messages]
+    assert told == [(2, 27, True), (3, 39, False)]
+
+
+def test_conversations_are_met_midway_by_their_number_of_turns_and_the_rest_from_their_begin() -> None:
+    short, long = ([talk(f"{kind}-{number}", *[(1, 1)] * turns) for number in range(40)]
+                   for kind, turns in (("short", 1), ("long", 9)))  # fmt: skip
+    found = begun_midway([*short, *long], 30, random.Random(3))
+    met, rest = found[:30], found[30:]
+    assert sorted(one.name for one in found) == sorted(one.name for one in [*short, *long])
+    assert sum(one.name.startswith("long") for one in met) > 20, "one that lasts nine times as long is met more often"
+    assert {one.said_turns for one in met if one.name.startswith("long")} <= set(range(9))
+    assert len({one.said_turns for one in met}) > 4
+    assert not any(one.said_turns for one in rest)
+    assert [one.name for one in rest] == [one.name for one in [*short, *long] if one.name in {o.name for o in rest}]
 
 
 def test_conversations_are_dealt_to_so_many_people() -> None:

@@ -47,6 +47,8 @@ class Conversation:
     turns: tuple[Turn, ...]
     is_prefixed: bool = False
     """Whether it begins with the shared prefix."""
+    said_turns: int = 0
+    """Turns that were over before the run began: its first message brings them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Message:
     answer: Answer
     goes_on: bool = False
     """Whether its conversation has further messages, sent or not."""
+    begins: bool = False
+    """Whether it is the first one of its conversation that was sent."""
 
 
 class Server(Protocol):
@@ -165,6 +169,17 @@ def prefixed(conversations: Sequence[Conversation], share: float, rng: random.Ra
     return [replace(one, is_prefixed=number in chosen) for number, one in enumerate(conversations)]
 
 
+def begun_midway(conversations: Sequence[Conversation], people: int, rng: random.Random) -> list[Conversation]:
+    """The conversations, with so many at the front that are under way: drawn by their number of turns, as one that
+    lasts longer is the likelier to be met, and each before one of its turns, drawn evenly."""
+    by_chance = sorted(
+        range(len(conversations)), key=lambda at: rng.random() ** (1 / len(conversations[at].turns)), reverse=True
+    )
+    first = by_chance[:people]
+    met = [replace(conversations[at], said_turns=rng.randrange(len(conversations[at].turns))) for at in first]
+    return met + [conversations[at] for at in sorted(by_chance[people:])]
+
+
 @dataclass(slots=True)
 class ChatRun:
     """What one run of a chat gave."""
@@ -227,17 +242,20 @@ class Chat:
 
     async def _converse(self, chatter: str, conversation: Conversation, run: ChatRun) -> None:
         """One conversation to its end, to its first error, or to the message that would be sent too late."""
-        window = list(self.prefix) if conversation.is_prefixed else []
-        for number, (turn, text) in enumerate(zip(conversation.turns, self.texts(conversation), strict=True)):
+        texts, said_turns = self.texts(conversation), conversation.said_turns
+        window = self.opening(conversation, texts)
+        for number, turn in enumerate(conversation.turns[said_turns:], said_turns):
             left_s = self._left_s(run)
             await asyncio.sleep(max(0.0, min(turn.think_s, left_s)))
             if turn.think_s > left_s:
                 return
-            window += text
+            window += texts[number]
             said = self._said(chatter, conversation) if self.hints else None
             answer = await self.server.complete(window, turn.answer_tokens, self.salt, said)
             goes_on = number + 1 < len(conversation.turns)
-            run.messages.append(Message(conversation.name, number, len(window), answer, goes_on))
+            run.messages.append(
+                Message(conversation.name, number, len(window), answer, goes_on, begins=number == said_turns)
+            )
             self.progress()
             if answer.error:
                 return
@@ -246,6 +264,15 @@ class Chat:
     def _left_s(self, run: ChatRun) -> float:
         """Seconds in which messages are still sent."""
         return inf if self.load.seconds is None else run.begin_s + self.load.seconds - self.clock()
+
+    def opening(self, conversation: Conversation, texts: Sequence[Sequence[int]]) -> list[int]:
+        """What a window begins with, before the first message that is sent: the prefix, and the turns that are over,
+        whose answers are drawn as messages are. ``texts``: all messages of the conversation."""
+        opening = list(self.prefix) if conversation.is_prefixed else []
+        rng = stream(self.seed, f"answers of {conversation.name}")
+        for turn, text in zip(conversation.turns[: conversation.said_turns], texts, strict=False):
+            opening += [*text, *rng.choices(self.vocabulary, k=turn.answer_tokens)]
+        return opening
 
     def texts(self, conversation: Conversation) -> list[list[int]]:
         """The messages of a conversation, as token ids."""

@@ -16,7 +16,7 @@ from kvpolicy.settings import AnalyticsLoad, ChatLoad
 from kvpolicy.workload import open_workload
 from kvpolicy.workload.arrivals import stream
 from kvpolicy_vllm.bench.analytics_load import Analytics, texts
-from kvpolicy_vllm.bench.chat_load import Chat, Conversation, Server, drawn, fitted, of_requests, prefixed
+from kvpolicy_vllm.bench.chat_load import Chat, Conversation, Server, begun_midway, drawn, fitted, of_requests, prefixed
 from kvpolicy_vllm.bench.load_results import analytics_figures, chat_figures
 
 Cell = Mapping[str, Any]
@@ -100,7 +100,8 @@ class ChatKind:
             raise InputError(
                 f"no conversation fits into {room} tokens: give a longer --context-tokens, or a shorter prefix"
             )
-        return prefixed(fitting, cell["prefixed"], stream(seed, "prefixed"))
+        dealt = prefixed(fitting, cell["prefixed"], stream(seed, "prefixed"))
+        return begun_midway(dealt, cell["chatters"], stream(seed, "midway")) if self.load.midway else dealt
 
     def _prefix_tokens(self, context_tokens: int) -> int:
         """Tokens of the prefix; kept free in every window, so that conversations do not depend on the share."""
@@ -145,7 +146,8 @@ class ChatKind:
             )
         begin_alike = sum(conversation.is_prefixed for conversation in conversations)
         counted = {"conversations": len(conversations), "prefixed_conversations": begin_alike}
-        return counted | chat_figures(await self._chat(cell, round_, terms).run(conversations, cell["chatters"]))
+        run = await self._chat(cell, round_, terms).run(conversations, cell["chatters"])
+        return counted | chat_figures(run, self.load.warmup_s)
 
     def prompt(self, cell: Cell, round_: int, terms: Terms, rows: Sequence[Mapping[str, Any]], at: Cell) -> list[int]:
         terms = replace(terms, context_tokens=self._context(terms))
@@ -153,9 +155,10 @@ class ChatKind:
         conversations = self._conversations(cell, round_, terms.context_tokens)
         conversation = next(one for one in conversations if one.name == at["conversation"])
         answers = {row["turn"]: row["token_ids"] for row in rows if row["conversation"] == conversation.name}
-        window = list(chat.prefix) if conversation.is_prefixed else []
-        for turn, text in enumerate(chat.texts(conversation)[: at["turn"] + 1]):
-            window += [*text, *(answers[turn] if turn < at["turn"] else answers[turn][: at["token"]])]
+        said = chat.texts(conversation)
+        window = chat.opening(conversation, said)
+        for turn in range(conversation.said_turns, at["turn"] + 1):
+            window += [*said[turn], *(answers[turn] if turn < at["turn"] else answers[turn][: at["token"]])]
         return window
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvpolicy.latency import ClassTally, Slo
 from kvpolicy.stats import mean_and_percentiles
 from kvpolicy_vllm.bench.analytics_load import AnalyticsRun
-from kvpolicy_vllm.bench.chat_load import ChatRun
+from kvpolicy_vllm.bench.chat_load import ChatRun, Message
 from kvpolicy_vllm.bench.openai_api import Answer
 from kvpolicy_vllm.bench.rate_load import RateRun, Sent
 
@@ -22,50 +22,56 @@ PRICED = ("recompute_microseconds", "recomputed_tokens", "beside_recompute_micro
 """Counters of what recomputed tokens add to steps, and of the decodes beside them."""
 
 
-def chat_figures(run: ChatRun) -> dict[str, Any]:
+def chat_figures(run: ChatRun, warmup_s: float = 0.0) -> dict[str, Any]:
     """One run of a chat, for a file. Latencies are of the answers without an error: of all, and of the messages that
-    were sent before the first chatter was idle (``steady_``), as the rate is."""
-    good = [message for message in run.messages if not message.answer.error]
-    ends_s = [message.answer.end_s - run.begin_s for message in run.messages]
-    makespan_s = max(ends_s, default=0.0)
-    steady_s = makespan_s if run.first_idle_s is None else min(run.first_idle_s, makespan_s)
-    steady = sum(message.answer.end_s - run.begin_s <= steady_s for message in good)
-    first, last = run.samples[0][1], run.samples[-1][1]
-    rows = [
-        {
-            "conversation": message.conversation,
-            "turn": message.turn,
-            "window_tokens": message.window_tokens,
-            "goes_on": message.goes_on,
-            "sent_s": message.answer.sent_s - run.begin_s,
-            "ttft_s": message.answer.ttft_s,
-            "e2e_s": message.answer.e2e_s,
-            "token_ids": list(message.answer.token_ids),
-            "error": message.answer.error,
-        }
-        for message in run.messages
-    ]
+    were sent before the first chatter was idle (``steady_``), as the rate is. ``warmup_s``: from the begin of the run;
+    what was sent, answered, looked up and in use until then does not count, and is in the rows."""
+    rows = [_row(message, run.begin_s) for message in run.messages]
+    good = [row for row in rows if not row["error"] and row["sent_s"] >= warmup_s]
+    makespan_s = max((row["sent_s"] + row["e2e_s"] for row in rows), default=0.0)
+    until_s = makespan_s if run.first_idle_s is None else min(run.first_idle_s, makespan_s)
+    steady_s = max(0.0, until_s - warmup_s)
+    ends_s = [row["sent_s"] + row["e2e_s"] for row in rows if not row["error"]]
+    last = run.samples[-1][1]
+    first = next((counters for at_s, counters in run.samples if at_s >= warmup_s), last)
     return {
         "makespan_s": makespan_s,
+        "warmup_s": warmup_s,
         "messages": len(good),
         "steady_s": steady_s,
-        "messages_s": steady / steady_s if steady_s else None,
-        **steady_latencies(rows, steady_s),
-        "ttft_s": _summary(message.answer.ttft_s for message in good),
-        "begun": sum(not message.turn for message in good),
-        "first_ttft_s": _summary(message.answer.ttft_s for message in good if not message.turn),
-        "later_ttft_s": _summary(message.answer.ttft_s for message in good if message.turn),
-        "e2e_s": _summary(message.answer.e2e_s for message in good),
-        "window_tokens": _summary(float(message.window_tokens) for message in good),
-        "message_tokens": _summary(later_messages(rows)),
-        "open_tokens": open_tokens(rows, steady_s),
+        "messages_s": sum(warmup_s <= end_s <= until_s for end_s in ends_s) / steady_s if steady_s else None,
+        **steady_latencies(good, until_s),
+        "ttft_s": _summary(row["ttft_s"] for row in good),
+        "begun": sum(row["begins"] for row in good),
+        "first_ttft_s": _summary(row["ttft_s"] for row in good if row["begins"]),
+        "later_ttft_s": _summary(row["ttft_s"] for row in good if not row["begins"]),
+        "e2e_s": _summary(row["e2e_s"] for row in good),
+        "window_tokens": _summary(float(row["window_tokens"]) for row in good),
+        "message_tokens": _summary(later_messages(rows, warmup_s)),
+        "open_tokens": open_tokens(rows, until_s, warmup_s),
         "hit_rate": hit_rate(first, last),
-        "lookups": [[at_s, *_looked_up(first, counters)] for at_s, counters in run.samples],
+        "lookups": [[at_s, *_looked_up(run.samples[0][1], counters)] for at_s, counters in run.samples],
         "counters": _grown(first, last),
         "price_ratio": lost_price_ratio(_grown(first, last)),
         "errors": _errors(message.answer for message in run.messages),
         "missed_readings": run.missed_readings,
         "rows": rows,
+    }
+
+
+def _row(message: Message, begin_s: float) -> dict[str, Any]:
+    answer = message.answer
+    return {
+        "conversation": message.conversation,
+        "turn": message.turn,
+        "window_tokens": message.window_tokens,
+        "goes_on": message.goes_on,
+        "begins": message.begins,
+        "sent_s": answer.sent_s - begin_s,
+        "ttft_s": answer.ttft_s,
+        "e2e_s": answer.e2e_s,
+        "token_ids": list(answer.token_ids),
+        "error": answer.error,
     }
 
 
@@ -77,17 +83,21 @@ def _by_conversation(rows: Iterable[Mapping[str, Any]]) -> Iterable[list[Mapping
     return found.values()
 
 
-def later_messages(rows: Iterable[Mapping[str, Any]]) -> Iterator[float]:
-    """Tokens of each message of a chat but the first ones: what no cache can have of its window."""
+def later_messages(rows: Iterable[Mapping[str, Any]], from_s: float = 0.0) -> Iterator[float]:
+    """Tokens of each message of a chat but the first ones, sent at ``from_s`` or later: what no cache can have of its
+    window."""
     for messages in _by_conversation(rows):
         for before, message in pairwise(messages):
-            yield message["window_tokens"] - before["window_tokens"] - len(before["token_ids"])
+            if message["sent_s"] >= from_s:
+                yield message["window_tokens"] - before["window_tokens"] - len(before["token_ids"])
 
 
-def open_tokens(rows: Sequence[Mapping[str, Any]], until_s: float) -> float | None:
-    """Tokens of the windows that are in use, on average over a chat up to ``until_s``: those of conversations between
-    their first message and their last answer. Those of an answer count as they come, as many in each second from its
-    first one to its end. A person between two conversations has none."""
+def open_tokens(rows: Sequence[Mapping[str, Any]], until_s: float, from_s: float = 0.0) -> float | None:
+    """Tokens of the windows that are in use, on average over a chat from ``from_s`` up to ``until_s``: those of
+    conversations between their first message and their last answer. Those of an answer count as they come, as many in
+    each second from its first one to its end. A person between two conversations has none."""
+    if until_s <= from_s:
+        return None
     token_s = 0.0
     given_up = {row["conversation"] for row in rows if row["error"]}
     for messages in _by_conversation(rows):
@@ -96,11 +106,15 @@ def open_tokens(rows: Sequence[Mapping[str, Any]], until_s: float) -> float | No
         end_s = until_s if goes_on else last["sent_s"] + last["e2e_s"]
         ends_s = [*(after["sent_s"] for after in messages[1:]), end_s]
         for message, end_s in zip(messages, ends_s, strict=True):
-            over_s, sent_s = min(end_s, until_s), message["sent_s"]
-            token_s += max(0.0, over_s - sent_s) * message["window_tokens"]
-            answered_s = _answered_s(sent_s + message["ttft_s"], sent_s + message["e2e_s"], over_s)
-            token_s += answered_s * len(message["token_ids"])
-    return token_s / until_s if until_s else None
+            token_s += _token_seconds(message, min(end_s, until_s)) - _token_seconds(message, min(end_s, from_s))
+    return token_s / (until_s - from_s)
+
+
+def _token_seconds(message: Mapping[str, Any], until_s: float) -> float:
+    """The integral up to ``until_s`` of the tokens of a message's window and of its answer."""
+    sent_s = message["sent_s"]
+    answered_s = _answered_s(sent_s + message["ttft_s"], sent_s + message["e2e_s"], until_s)
+    return max(0.0, until_s - sent_s) * message["window_tokens"] + answered_s * len(message["token_ids"])
 
 
 def _answered_s(first_s: float, last_s: float, until_s: float) -> float:
@@ -111,10 +125,10 @@ def _answered_s(first_s: float, last_s: float, until_s: float) -> float:
     return risen + max(0.0, until_s - last_s)
 
 
-def steady_latencies(rows: Iterable[Mapping[str, Any]], steady_s: float) -> dict[str, Any]:
-    """Latencies of the messages of a chat that were sent in its first ``steady_s``, in which everybody chats: as many
-    people wait for answers then as the load says, and fewer later on. ``rows``: those of one run."""
-    sent = [row for row in rows if not row["error"] and row["sent_s"] <= steady_s]
+def steady_latencies(rows: Iterable[Mapping[str, Any]], until_s: float) -> dict[str, Any]:
+    """Latencies of the messages of a chat that were sent up to ``until_s``, until when everybody chats: as many people
+    wait for answers then as the load says, and fewer later on. ``rows``: those that count, of one run."""
+    sent = [row for row in rows if not row["error"] and row["sent_s"] <= until_s]
     return {f"steady_{name}": _summary(row[name] for row in sent) for name in ("ttft_s", "e2e_s")}
 
 
