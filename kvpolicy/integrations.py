@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from kvpolicy import overflow
+from kvpolicy.bench_settings import BenchTarget, Load
 from kvpolicy.errors import EngineFailed, KVPolicyError
 from kvpolicy.fields import AMOUNT, refuse_no_path, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.order import load_order
 from kvpolicy.policy import Policy
-from kvpolicy.settings import DEMO_ORDER, BenchTarget, Load, Measurement, ServerSettings, refuse_no_flags
+from kvpolicy.settings import DEMO_ORDER, Measurement, ServerSettings, refuse_no_flags
 
 if TYPE_CHECKING:  # not to load a simulator where flags are written
     from kvpolicy.simulator.base import Simulator

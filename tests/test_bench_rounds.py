@@ -348,7 +348,7 @@ def test_the_first_minute_of_a_chat_does_not_count_for_its_later_rate() -> None:
     rows = [{"sent_s": sent_s, "e2e_s": 5.0, "error": ""} for sent_s in (0.0, 54.0, 56.0, 80.0, 114.0, 116.0)]
     rows[3]["error"] = "timed out"
     assert rounds.later_rate({"steady_s": 120.0, "rows": rows}) == {"later_messages_s": 2 / 60}
-    warm = {"warmup_s": 80.0, "steady_s": 40.0, "rows": rows}
+    warm = {"warmup_s": 80.0, "steady_s": 40.0, "until_s": 120.0, "rows": rows}
     assert rounds.later_rate(warm) == {"later_messages_s": 1 / 40}
     assert rounds.later_rate({"steady_s": 60.0, "rows": rows}) == rounds.later_rate({"rows": rows}) == {}
 
@@ -359,6 +359,8 @@ def test_a_chat_has_its_time_to_first_token_by_when_messages_were_sent() -> None
     rows[-1]["error"] = "timed out"
     assert rounds.by_time({"steady_s": 150.1, "rows": rows}) == {"ttft_s_by_50_s": [2.0, None, 6.0]}
     assert rounds.by_time({"steady_s": 20.0, "rows": rows[:1]}) == {"ttft_s_by_50_s": [1.0]}
+    warm = {"warmup_s": 100.0, "steady_s": 50.1, "until_s": 150.1, "rows": rows}
+    assert rounds.by_time(warm) == {"ttft_s_by_50_s": [2.0, None, 6.0]}, "with those of the warm-up"
     assert rounds.by_time({"rows": rows}) == rounds.by_time({"steady_s": 60.0, "rows": []}) == {}
 
 

@@ -6,8 +6,8 @@ FILE: a `bench.json` of `kvpolicy bench chat`, `analytics` or `rate`. It replace
 NAME. Of every run of an arm its figures are kept, to six digits, and neither its single requests nor its counters; of
 the bench its model, its load and the flags of its servers, without folders, its versions, how many tokens were compared
 and where conversations differed, and p / d where it was measured. Runs of a chat have messages per second without
-their first minute, in which a chat with pauses begins slowly and one without begins with all at once, and the mean time
-to first token by when a message was sent, in steps of 50 s.
+their first minute, in which a chat with pauses begins slowly and one without begins with all at once, or without their
+warm-up where that is longer, and the mean time to first token by when a message was sent, in steps of 50 s.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def later_rate(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _until_s(run: Mapping[str, Any]) -> float:
-    """Seconds of a run of a chat until somebody was idle; 0 of another run."""
-    return float(run.get("warmup_s", 0.0) + (run.get("steady_s") or 0.0))
+    """Seconds of a run of a chat until somebody was idle; 0 of another run. A run of an earlier version has no
+    warm-up."""
+    return float(run.get("until_s", run.get("steady_s", 0.0)))
 
 
 STEP_S = 50.0

@@ -11,8 +11,9 @@ from kvpolicy.settings import DEMO_ORDER
 from kvpolicy_vllm import launch
 
 if TYPE_CHECKING:
+    from kvpolicy.bench_settings import BenchTarget, Load
     from kvpolicy.integrations import Checked, Launcher, Report
-    from kvpolicy.settings import BenchTarget, Load, Measurement, ServerSettings
+    from kvpolicy.settings import Measurement, ServerSettings
     from kvpolicy.simulator.base import Simulator
 
 

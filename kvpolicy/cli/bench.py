@@ -14,17 +14,9 @@ import typer
 
 import kvpolicy
 from kvpolicy import integrations, prefix_store
+from kvpolicy.bench_settings import ARMS, ROUNDS_PER_START, AnalyticsLoad, BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.cli.flags import SERVER_FLAGS, command
-from kvpolicy.settings import (
-    ARMS,
-    ROUNDS_PER_START,
-    AnalyticsLoad,
-    BenchTarget,
-    ChatLoad,
-    Load,
-    RateLoad,
-    ServerSettings,
-)
+from kvpolicy.settings import ServerSettings
 
 Target = Annotated[
     str,

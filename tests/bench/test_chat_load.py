@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
+from kvpolicy.bench_settings import ChatLoad
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import Hints, read_marks
-from kvpolicy.settings import ChatLoad
 from kvpolicy.workload import Request
 from kvpolicy.workload.lengths import SHAREGPT, length_at
 from kvpolicy.workload.scaling import Resized
@@ -90,14 +90,13 @@ def test_the_first_message_of_a_conversation_met_midway_brings_what_was_said_bef
     assert all((at in of_answers) or first[at] == said[at] for at in range(len(first))), "messages are the same"
     assert set(first[9:12]) | set(first[18:20]) <= set(range(100, 200)), "answers that nobody gave are drawn"
     assert second[: len(first) + 4] == [*first, *next_tokens(first, 4)]
-    told = [(message.turn, message.window_tokens, message.begins) for message in run.messages]
-    assert told == [(2, 27, True), (3, 39, False)]
+    assert [(message.turn, message.window_tokens) for message in run.messages] == [(2, 27), (3, 39)]
 
 
 def test_conversations_are_met_midway_by_their_number_of_turns_and_the_rest_from_their_begin() -> None:
     short, long = ([talk(f"{kind}-{number}", *[(1, 1)] * turns) for number in range(40)]
                    for kind, turns in (("short", 1), ("long", 9)))  # fmt: skip
-    found = begun_midway([*short, *long], 30, random.Random(3))
+    found = begun_midway([*short, *long], 30, 0.0, random.Random(3))
     met, rest = found[:30], found[30:]
     assert sorted(one.name for one in found) == sorted(one.name for one in [*short, *long])
     assert sum(one.name.startswith("long") for one in met) > 20, "one that lasts nine times as long is met more often"
@@ -105,6 +104,23 @@ def test_conversations_are_met_midway_by_their_number_of_turns_and_the_rest_from
     assert len({one.said_turns for one in met}) > 4
     assert not any(one.said_turns for one in rest)
     assert [one.name for one in rest] == [one.name for one in [*short, *long] if one.name in {o.name for o in rest}]
+
+
+def test_who_is_met_midway_sends_the_first_message_during_the_warm_up() -> None:
+    talks = [Conversation(str(number), (Turn(1, 1, 500.0),) * 6) for number in range(40)]
+    met = begun_midway(talks, 30, 100.0, random.Random(5))[:30]
+    first_s = [one.turns[one.said_turns].think_s for one in met]
+    assert 0 <= min(first_s) < 20 and 80 < max(first_s) <= 100
+    later = [turn.think_s for one in met for turn in one.turns[one.said_turns + 1 :]]
+    assert set(later) == {500.0}, "the other pauses are as long as they were"
+    without = begun_midway(talks, 30, 0.0, random.Random(5))[:30]
+    assert {turn.think_s for one in without for turn in one.turns} == {500.0}
+    assert [one.said_turns for one in without] == [one.said_turns for one in met]
+
+
+def test_conversations_of_a_single_turn_have_no_middle() -> None:
+    with pytest.raises(InputError, match=r"--midway: no conversation has a second turn.*--turns"):
+        begun_midway([talk("a", (5, 3)), talk("b", (5, 3))], 1, 10.0, random.Random(0))
 
 
 def test_conversations_are_dealt_to_so_many_people() -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvpolicy.bench_settings import BenchTarget, RateLoad
 from kvpolicy.errors import InputError
-from kvpolicy.settings import BenchTarget, RateLoad
 from kvpolicy_vllm.bench import control_arm, run_bench
 from kvpolicy_vllm.bench.rate_kind import RateKind
 from tests.bench.live_http import Small, serving

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvpolicy.bench_settings import BenchTarget
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, read
 from kvpolicy.request_marks import HintLimits
-from kvpolicy.settings import BenchTarget, ServerSettings
+from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import live_arms
 from kvpolicy_vllm.bench.control_arm import Switch

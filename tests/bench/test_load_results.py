@@ -79,33 +79,36 @@ def test_windows_are_in_use_from_the_first_message_of_a_conversation_to_its_last
 def test_what_was_sent_or_in_use_while_caches_filled_does_not_count() -> None:
     """Of a run of 50 s whose first 20 are a warm-up; rows have all."""
     messages = [
-        Message("a", 0, 100, Answer(10.0, 5.0, 5.0, (1,) * 20), goes_on=True, begins=True),
-        Message("a", 1, 150, Answer(30.0, 1.0, 10.0, (1,) * 10), begins=True),
-        Message("b", 3, 400, Answer(19.0, 7.0, 11.0, (1,) * 8), goes_on=True, begins=True),
+        Message("a", 0, 100, Answer(10.0, 5.0, 5.0, (1,) * 20), goes_on=True),
+        Message("a", 1, 150, Answer(30.0, 1.0, 10.0, (1,) * 10)),
+        Message("b", 3, 400, Answer(19.0, 7.0, 11.0, (1,) * 8), goes_on=True),
         Message("b", 4, 500, Answer(40.0, 2.0, 20.0, (1,) * 8)),
+        Message("c", 0, 30, Answer(45.0, 6.0, 25.0, (1,) * 8)),
     ]
     queries, hits = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
     samples = [(at_s, {queries: 10 * at_s, hits: found}) for at_s, found in ((0.0, 0.0), (19.5, 100.0), (20.5, 100.0))]
     figures = chat_figures(ChatRun(0.0, messages, [*samples, (60.0, {queries: 600.0, hits: 179.0})], 50.0), 20.0)
-    assert (figures["messages"], figures["begun"], len(figures["rows"])) == (2, 1, 4)
-    assert figures["ttft_s"]["mean"] == figures["steady_ttft_s"]["mean"] == 1.5
-    assert (figures["first_ttft_s"]["mean"], figures["later_ttft_s"]["mean"]) == (1.0, 2.0)
-    assert figures["steady_s"] == 30.0 and figures["warmup_s"] == 20.0
+    assert (figures["messages"], figures["begun"], len(figures["rows"])) == (3, 1, 5)
+    assert figures["ttft_s"]["mean"] == figures["steady_ttft_s"]["mean"] == 3.0
+    assert (figures["first_ttft_s"]["mean"], figures["later_ttft_s"]["mean"]) == (6.0, 1.5)
+    assert (figures["warmup_s"], figures["steady_s"], figures["until_s"]) == (20.0, 30.0, 50.0)
     assert figures["messages_s"] == 2 / 30, "what was sent before and is answered within counts for the rate"
     assert figures["message_tokens"]["mean"] == (30 + 92) / 2
-    assert figures["hit_rate"] == pytest.approx(79 / 395), "from the first reading after the warm-up"
+    assert figures["hit_rate"] == pytest.approx(79 / 395) and figures["counted_from_s"] == 20.5
     assert figures["lookups"][0] == [0.0, 0.0, 0.0]
     # From 20 s on: 120 tokens until 30 s, then 150 for 10 s and 10 that come over 9 s; 400 until 40 s and 8 that come
-    # from 26 s to 30 s, and stay for 10; then 500 for 10 s and 8 that come from 42 s to 60.
-    in_use = 10 * 120 + 10 * 150 + 9 * 5 + 20 * 400 + 8 * (2 + 10) + 10 * 500 + 8 * 8**2 / (2 * 18)
+    # from 26 s to 30 s, and stay for 10; then 500 for 10 s and 8 that come from 42 s to 60; 30 for 5 s.
+    in_use = 10 * 120 + 10 * 150 + 9 * 5 + 20 * 400 + 8 * (2 + 10) + 10 * 500 + 8 * 8**2 / (2 * 18) + 5 * 30
     assert figures["open_tokens"] == pytest.approx(in_use / 30)
 
 
 def test_a_run_that_ended_while_caches_filled_has_no_figures() -> None:
     messages = [Message("a", 0, 100, Answer(1.0, 0.5, 5.0, (1, 2)))]
-    figures = chat_figures(ChatRun(0.0, messages, [(0.0, {}), (7.0, {})], first_idle_s=6.0), 20.0)
+    samples = [(at_s, {"vllm:prefix_cache_queries_total": 10 * at_s}) for at_s in (0.0, 7.0)]
+    figures = chat_figures(ChatRun(0.0, messages, samples, first_idle_s=6.0), 20.0)
     assert (figures["messages"], figures["messages_s"], figures["open_tokens"]) == (0, None, None)
-    assert figures["ttft_s"] is None and figures["hit_rate"] is None and len(figures["rows"]) == 1
+    assert figures["ttft_s"] is None and figures["hit_rate"] is None and not figures["counters"]
+    assert len(figures["rows"]) == 1 and figures["lookups"][-1] == [7.0, 70.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvpolicy.bench_settings import AnalyticsLoad, BenchTarget, RateLoad
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.latency import Slo
 from kvpolicy.reporting.pipeline import report
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, RateLoad
 from kvpolicy.workload import Request
 from kvpolicy_vllm.bench import run_bench
 from kvpolicy_vllm.bench.rate_kind import RateKind

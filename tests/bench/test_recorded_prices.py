@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.bench_settings import BenchTarget
 from kvpolicy.errors import EngineFailed
-from kvpolicy.settings import BenchTarget, ServerSettings
+from kvpolicy.settings import ServerSettings
 from kvpolicy.simulator import Server
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.recorded_prices import recorded_prices, recording_arm, sentence

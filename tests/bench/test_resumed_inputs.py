@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import __version__
+from kvpolicy.bench_settings import AnalyticsLoad, BenchTarget, RateLoad
 from kvpolicy.errors import InputError
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, RateLoad
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import run_bench
 from kvpolicy_vllm.bench.resumed_inputs import digests, variables, versions

@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
+from kvpolicy.bench_settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad
 from kvpolicy.cli import main
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.reporting.pipeline import report
-from kvpolicy.settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad, ServerSettings
+from kvpolicy.settings import ServerSettings
 from kvpolicy.stats import student_ratio
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import WorkloadError
@@ -130,6 +131,13 @@ def test_what_has_been_run_is_not_repeated(two: tuple[Small, Small, BenchTarget]
     assert len(list((tmp_path / "figures").glob("*.png"))) == 2
 
 
+def with_turns(folder: Path) -> ChatLoad:
+    """Six conversations of four turns each, which are begun in the middle."""
+    said = [{"from": who, "value": f"some words {number}"} for number in range(4) for who in ("human", "gpt")]
+    (folder / "turns.json").write_text(json.dumps([{"id": name, "conversations": said} for name in "abcdef"]))
+    return replace(CHAT, workload=f"sharegpt:{folder / 'turns.json'}", midway=True)
+
+
 def test_pauses_that_a_workload_does_not_say_are_those_of_think_s(
     two: tuple[Small, Small, BenchTarget], tmp_path: Path
 ) -> None:
@@ -194,20 +202,6 @@ def test_what_is_wrong_is_said_before_a_server_is_asked(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_more_people_than_conversations_are_refused_before_anything_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(WrongValue, match="chatters is 7, more than the 6 conversations of a run") as refused:
-        replace(CHAT, chatters=(2, 7))
-    assert refused.value.field == "chatters"
-    assert replace(CHAT, chatters=(2, 6)).chatters == (2, 6)
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "chat", "http://127.0.0.1:9", "--out", str(tmp_path / "out"), "--chatters", "41"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "--chatters is 41, more than the 40 conversations" in said
-    assert said.count("\n") == 1 and not (tmp_path / "out").exists()
-
-
 def test_errors_are_counted_by_name_and_arm(two: tuple[Small, Small, BenchTarget], tmp_path: Path) -> None:
     one, _, at = two
     one.fault = {WARM_UP + 4: "status", WARM_UP + 6: "no end"}
@@ -226,12 +220,15 @@ def test_readings_of_metrics_that_fail_are_counted(tmp_path: Path, monkeypatch: 
     assert "missed: 2 readings of the servers' metrics failed" in found.text() and "missed" not in whole.text()
 
 
+@pytest.mark.parametrize("midway", [False, True])
 def test_tokens_that_differ_are_counted_with_how_close_it_was(
-    two: tuple[Small, Small, BenchTarget], tmp_path: Path
+    midway: bool, two: tuple[Small, Small, BenchTarget], tmp_path: Path
 ) -> None:
     one, other, at = two
     other.wrong = True
-    found = run_bench.bench(tmp_path, CHAT, at)
+    found = run_bench.bench(tmp_path / "out", with_turns(tmp_path) if midway else CHAT, at)
+    met = [row for run in found.results["runs"] for row in run["rows"] if not _begins(row, run["rows"])]
+    assert bool(met) is midway, "conversations whose first message is not of their first turn"
     tokens, different, gap = found.compared()
     assert tokens > 0 and different == 2 * 2 * 2 * 6, "every conversation of both cells, rounds and arms"
     assert gap == 0.25 and "at most 0.25 apart" in found.text()
@@ -242,6 +239,28 @@ def test_tokens_that_differ_are_counted_with_how_close_it_was(
             body["prompt"][: len(prompt)] == list(prompt) and len(body["prompt"]) == len(prompt) + tokens - 1
             for prompt, tokens in streamed
         )
+
+
+def _begins(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run has the first turn of the row's conversation."""
+    return any(not other["turn"] for other in rows if other["conversation"] == row["conversation"])
+
+
+def test_messages_of_the_warm_up_are_sent_and_not_counted(
+    two: tuple[Small, Small, BenchTarget], tmp_path: Path
+) -> None:
+    load = replace(with_turns(tmp_path), prefixed=(0.0,), rounds=1, think_s=0.05, warmup_s=0.06)
+    found = run_bench.bench(tmp_path / "one", load, two[-1])
+    assert found.results["runs"] and "messages of the first 0.06 s do not count; the table" in found.text()
+    for run in found.results["runs"]:
+        late = [row for row in run["rows"] if row["sent_s"] >= 0.06]
+        assert run["messages"] == len(late) < len(run["rows"]) and late
+        sent_s: dict[str, float] = {}
+        for row in run["rows"]:
+            sent_s[row["conversation"]] = min(row["sent_s"], sent_s.get(row["conversation"], 1e9))
+        assert sum(first_s < 0.09 for first_s in sent_s.values()) >= 2, "both people begin in the warm-up"
+    with pytest.raises(InputError, match=r"--warmup-s 60: somebody had no conversation left after \d+ s"):
+        run_bench.bench(tmp_path / "other", replace(load, warmup_s=60.0, midway=False), two[-1])
 
 
 def test_results_are_whole(tmp_path: Path) -> None:

@@ -61,6 +61,22 @@ def test_nothing_is_known_of_a_load_that_nobody_waits_for_any_more(why: str) -> 
         core.index.forget()
     else:
         core.index._reads.late()
+    assert not core.waits.known("one", 0) and not core.asks("one")
+
+
+def test_who_would_not_begin_a_load_is_known_to_go_on_as_long_as_nobody_begins_one() -> None:
+    """What another one brings may be worth waiting for."""
+    core = Waiting()
+    core.is_worth = False
+    assert core.waits.known("one", 0) is None and not core.asks("one")
+    assert core.waits.known("one", 0) is False and core.waits.known("one", 3) is False
+    assert core.waits.known("two", 0) is None, "it has not asked"
+    core.is_worth = True
+    assert not core.asks("one") and core.asks("two")
+    assert core.waits.known("one", 0) is None and core.asks("one"), "two brings what one needs"
+    core.report(core.load())
+    assert core.waits.known("one", 0) is False and not core.asks("one")
+    core.waits.forget("one")
     assert core.waits.known("one", 0) is None
 
 

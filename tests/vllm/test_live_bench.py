@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import integrations
+from kvpolicy.bench_settings import AnalyticsLoad, BenchTarget, ChatLoad, RateLoad
 from kvpolicy.errors import EngineFailed, InputError
 from kvpolicy.latency import Slo
 from kvpolicy.prefix_store import warm
 from kvpolicy.server_metrics import OURS, fetch
-from kvpolicy.settings import GIB, AnalyticsLoad, BenchTarget, ChatLoad, RateLoad, ServerSettings
+from kvpolicy.settings import GIB, ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench import control_arm, run_bench
 from kvpolicy_vllm.bench.exactness import TIE_GAP

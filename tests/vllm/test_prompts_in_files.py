@@ -196,6 +196,15 @@ def test_who_waits_for_a_load_makes_no_keys_of_its_prompt_in_every_step(model: s
     assert not any(prompts.waits_for_files(request, 0) for request in asked), "it has come"
 
 
+def test_who_found_nothing_makes_no_keys_of_its_prompt_when_it_is_asked_again(model: str) -> None:
+    """An order of service asks of all that wait, in every step."""
+    served = WithFiles(model)
+    served.serve(served.request([*range(400, 735)]))
+    prompts, made, asked = served.controller.prompts, served.counts_keys(), served.request(PROMPT)
+    assert not prompts.waits_for_files(asked, 0) and made.total() == 6
+    assert not any(prompts.waits_for_files(asked, local_tokens) for local_tokens in (0, 16, 0)) and made.total() == 6
+
+
 def test_who_waits_for_what_an_earlier_server_left_makes_no_keys_in_every_step(model: str) -> None:
     served = WithFiles(model)
     served.worker.reports = []

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 
+from kvpolicy.bench_settings import ChatLoad
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import KEY
-from kvpolicy.settings import ChatLoad
 from kvpolicy.workload import Request, Source
 from kvpolicy.workload.arrivals import Think, stream
 from kvpolicy.workload.lengths import LEVELS, SHAREGPT, length_at
@@ -61,8 +61,6 @@ class Message:
     answer: Answer
     goes_on: bool = False
     """Whether its conversation has further messages, sent or not."""
-    begins: bool = False
-    """Whether it is the first one of its conversation that was sent."""
 
 
 class Server(Protocol):
@@ -169,15 +167,33 @@ def prefixed(conversations: Sequence[Conversation], share: float, rng: random.Ra
     return [replace(one, is_prefixed=number in chosen) for number, one in enumerate(conversations)]
 
 
-def begun_midway(conversations: Sequence[Conversation], people: int, rng: random.Random) -> list[Conversation]:
+def begun_midway(
+    conversations: Sequence[Conversation], people: int, warmup_s: float, rng: random.Random
+) -> list[Conversation]:
     """The conversations, with so many at the front that are under way: drawn by their number of turns, as one that
-    lasts longer is the likelier to be met, and each before one of its turns, drawn evenly."""
+    lasts longer is the likelier to be met, and each before one of its turns, drawn evenly. That turn's message is sent
+    at a time drawn from the warm-up, or after its pause where there is none.
+
+    Raises InputError where every conversation has a single turn.
+    """
+    if all(len(one.turns) < 2 for one in conversations):
+        raise InputError(
+            "--midway: no conversation has a second turn, so that none can be met in its middle: give a --workload "
+            "with sessions, or more --turns"
+        )
     by_chance = sorted(
         range(len(conversations)), key=lambda at: rng.random() ** (1 / len(conversations[at].turns)), reverse=True
     )
-    first = by_chance[:people]
-    met = [replace(conversations[at], said_turns=rng.randrange(len(conversations[at].turns))) for at in first]
+    met = [_met(conversations[at], warmup_s, rng) for at in by_chance[:people]]
     return met + [conversations[at] for at in sorted(by_chance[people:])]
+
+
+def _met(conversation: Conversation, warmup_s: float, rng: random.Random) -> Conversation:
+    said_turns, at_s = rng.randrange(len(conversation.turns)), rng.uniform(0.0, warmup_s)
+    turns = [*conversation.turns]
+    if warmup_s:
+        turns[said_turns] = replace(turns[said_turns], think_s=at_s)
+    return replace(conversation, turns=tuple(turns), said_turns=said_turns)
 
 
 @dataclass(slots=True)
@@ -253,9 +269,7 @@ class Chat:
             said = self._said(chatter, conversation) if self.hints else None
             answer = await self.server.complete(window, turn.answer_tokens, self.salt, said)
             goes_on = number + 1 < len(conversation.turns)
-            run.messages.append(
-                Message(conversation.name, number, len(window), answer, goes_on, begins=number == said_turns)
-            )
+            run.messages.append(Message(conversation.name, number, len(window), answer, goes_on))
             self.progress()
             if answer.error:
                 return

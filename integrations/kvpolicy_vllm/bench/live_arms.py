@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.bench_settings import BenchTarget, is_http
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, changed_values, read
-from kvpolicy.settings import BenchTarget, ServerSettings, is_http
+from kvpolicy.settings import ServerSettings
 from kvpolicy.stored_values import read_json
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.control_arm import Switch

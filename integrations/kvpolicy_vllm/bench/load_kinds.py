@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from kvpolicy.bench_settings import AnalyticsLoad, ChatLoad
 from kvpolicy.errors import InputError
-from kvpolicy.settings import AnalyticsLoad, ChatLoad
 from kvpolicy.workload import open_workload
 from kvpolicy.workload.arrivals import stream
 from kvpolicy_vllm.bench.analytics_load import Analytics, texts
@@ -101,7 +101,9 @@ class ChatKind:
                 f"no conversation fits into {room} tokens: give a longer --context-tokens, or a shorter prefix"
             )
         dealt = prefixed(fitting, cell["prefixed"], stream(seed, "prefixed"))
-        return begun_midway(dealt, cell["chatters"], stream(seed, "midway")) if self.load.midway else dealt
+        if not self.load.midway:
+            return dealt
+        return begun_midway(dealt, cell["chatters"], self.load.warmup_s, stream(seed, "midway"))
 
     def _prefix_tokens(self, context_tokens: int) -> int:
         """Tokens of the prefix; kept free in every window, so that conversations do not depend on the share."""
@@ -146,8 +148,13 @@ class ChatKind:
             )
         begin_alike = sum(conversation.is_prefixed for conversation in conversations)
         counted = {"conversations": len(conversations), "prefixed_conversations": begin_alike}
-        run = await self._chat(cell, round_, terms).run(conversations, cell["chatters"])
-        return counted | chat_figures(run, self.load.warmup_s)
+        run, warmup_s = await self._chat(cell, round_, terms).run(conversations, cell["chatters"]), self.load.warmup_s
+        if warmup_s and run.first_idle_s is not None and run.first_idle_s <= warmup_s:
+            raise InputError(
+                f"--warmup-s {warmup_s:g}: somebody had no conversation left after {run.first_idle_s:.0f} s, so that "
+                "nothing counts: give fewer seconds, or more --conversations"
+            )
+        return counted | chat_figures(run, warmup_s)
 
     def prompt(self, cell: Cell, round_: int, terms: Terms, rows: Sequence[Mapping[str, Any]], at: Cell) -> list[int]:
         terms = replace(terms, context_tokens=self._context(terms))

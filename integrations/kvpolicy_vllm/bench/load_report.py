@@ -292,6 +292,9 @@ class LoadReport:
         if len(self.arms) > 1:
             where = "" if gap is None else f", the two best log-probabilities there at most {gap:.2g} apart"
             yield f"tokens: {tokens} compared with those of {self.arms[0]}, {different} conversations differ{where}"
+        if warmup_s := max((run.get("warmup_s", 0.0) for run in self.results["runs"]), default=0.0):
+            of_all = "; the table by fifth is of the whole run" if self._has_lookups else ""
+            yield f"messages of the first {warmup_s:g} s do not count{of_all}"
         if missed := sum(run.get("missed_readings", 0) for run in self.results["runs"]):
             yield f"missed: {missed} readings of the servers' metrics failed, which hit rates over the run's time lack"
         for reason, count in self.errors().items():

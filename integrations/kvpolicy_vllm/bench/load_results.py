@@ -25,7 +25,8 @@ PRICED = ("recompute_microseconds", "recomputed_tokens", "beside_recompute_micro
 def chat_figures(run: ChatRun, warmup_s: float = 0.0) -> dict[str, Any]:
     """One run of a chat, for a file. Latencies are of the answers without an error: of all, and of the messages that
     were sent before the first chatter was idle (``steady_``), as the rate is. ``warmup_s``: from the begin of the run;
-    what was sent, answered, looked up and in use until then does not count, and is in the rows."""
+    what was sent, answered and in use until then does not count, and is in the rows; counters grow from the first
+    reading after it on (``counted_from_s``)."""
     rows = [_row(message, run.begin_s) for message in run.messages]
     good = [row for row in rows if not row["error"] and row["sent_s"] >= warmup_s]
     makespan_s = max((row["sent_s"] + row["e2e_s"] for row in rows), default=0.0)
@@ -33,18 +34,20 @@ def chat_figures(run: ChatRun, warmup_s: float = 0.0) -> dict[str, Any]:
     steady_s = max(0.0, until_s - warmup_s)
     ends_s = [row["sent_s"] + row["e2e_s"] for row in rows if not row["error"]]
     last = run.samples[-1][1]
-    first = next((counters for at_s, counters in run.samples if at_s >= warmup_s), last)
+    counted_from_s, first = next(((at_s, read) for at_s, read in run.samples if at_s >= warmup_s), run.samples[-1])
     return {
         "makespan_s": makespan_s,
         "warmup_s": warmup_s,
+        "until_s": until_s,
+        "counted_from_s": counted_from_s,
         "messages": len(good),
         "steady_s": steady_s,
         "messages_s": sum(warmup_s <= end_s <= until_s for end_s in ends_s) / steady_s if steady_s else None,
         **steady_latencies(good, until_s),
         "ttft_s": _summary(row["ttft_s"] for row in good),
-        "begun": sum(row["begins"] for row in good),
-        "first_ttft_s": _summary(row["ttft_s"] for row in good if row["begins"]),
-        "later_ttft_s": _summary(row["ttft_s"] for row in good if not row["begins"]),
+        "begun": sum(not row["turn"] for row in good),
+        "first_ttft_s": _summary(row["ttft_s"] for row in good if not row["turn"]),
+        "later_ttft_s": _summary(row["ttft_s"] for row in good if row["turn"]),
         "e2e_s": _summary(row["e2e_s"] for row in good),
         "window_tokens": _summary(float(row["window_tokens"]) for row in good),
         "message_tokens": _summary(later_messages(rows, warmup_s)),
@@ -66,7 +69,6 @@ def _row(message: Message, begin_s: float) -> dict[str, Any]:
         "turn": message.turn,
         "window_tokens": message.window_tokens,
         "goes_on": message.goes_on,
-        "begins": message.begins,
         "sent_s": answer.sent_s - begin_s,
         "ttft_s": answer.ttft_s,
         "e2e_s": answer.e2e_s,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvpolicy.bench_settings import RateLoad
 from kvpolicy.latency import NO_SLO
-from kvpolicy.settings import RateLoad
 from kvpolicy.workload import Request
 from kvpolicy_vllm.bench.load_kinds import SEED_STEP, Cell, Served, Terms, following
 from kvpolicy_vllm.bench.load_results import rate_figures

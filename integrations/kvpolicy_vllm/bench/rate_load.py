@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from kvpolicy.bench_settings import RECORDED, RateLoad
 from kvpolicy.client import request_body
 from kvpolicy.errors import InputError
 from kvpolicy.request_marks import DEFAULT_CLASS
-from kvpolicy.settings import RECORDED, RateLoad
 from kvpolicy.workload import Request, Resized, SyntheticRequests, Workload, arrivals_at, at_rate, open_workload
 from kvpolicy.workload.arrivals import stream
 from kvpolicy.workload.lengths import SHAREGPT

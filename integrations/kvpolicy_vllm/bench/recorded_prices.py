@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import trace as traces
+from kvpolicy.bench_settings import BenchTarget
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation.log_headroom import log_headroom, log_token_prices
-from kvpolicy.settings import BenchTarget, ServerSettings
+from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.bench.live_arms import LiveArm
 

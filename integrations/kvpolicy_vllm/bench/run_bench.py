@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from kvpolicy.bench_settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
-from kvpolicy.settings import BenchTarget, ChatLoad, Load, RateLoad
 from kvpolicy.stored_values import read_sealed, sealed
 from kvpolicy.workload import open_workload
 from kvpolicy_vllm.bench.control_arm import put_back, switched

@@ -234,6 +234,11 @@ class FileIndex:
         self._begin(under, self._loads)
         return True
 
+    @property
+    def brings(self) -> bool:
+        """Whether any load is under way, one that nobody waits for any more included."""
+        return bool(self._coming)
+
     def load_of(self, key: bytes) -> int:
         """Number of the load that brings the content to host memory, where it can be waited for. 0 where there is
         none."""
