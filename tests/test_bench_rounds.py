@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvpolicy.bench_warnings import TIE_GAPS
 from tests.test_environment import tool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,7 @@ CHAT_ARMS = {
     "the same with `--order mlfq:base=256`": "both",
 }  # fmt: skip
 ONE_ROUND = CHAT_ARMS | {"always-swap and that order, without a cache": "mlfq"}
+MIDWAY_ARMS = {"vLLM": "vllm", "always-swap, `--cache cost`, 0.5 GiB of host memory": "cache"}
 DECODING_ARMS = {"vLLM": "vllm", "always-swap, `--cache cost`, 128 MiB of host memory": "cache"}
 WIDE_ARMS = DECODING_ARMS | {"vLLM with 128 MiB more for the device": "wide"}
 TIER_ARMS = {
@@ -89,7 +91,13 @@ TIMES = ("ttft_s", "later_ttft_s", "e2e_s")
 
 @pytest.mark.parametrize(
     ("bench", "arms"),
-    [("chat", CHAT_ARMS), ("chat-order", ONE_ROUND), ("chat-decoding", DECODING_ARMS), ("chat-wide", WIDE_ARMS)],
+    [
+        ("chat-midway", MIDWAY_ARMS),
+        ("chat", CHAT_ARMS),
+        ("chat-order", ONE_ROUND),
+        ("chat-decoding", DECODING_ARMS),
+        ("chat-wide", WIDE_ARMS),
+    ],
 )
 def test_the_tables_of_chats_are_those_of_the_runs(bench: str, arms: dict[str, str]) -> None:
     page = said("docs/caching.md")
@@ -100,6 +108,7 @@ def test_the_tables_of_chats_are_those_of_the_runs(bench: str, arms: dict[str, s
 def test_the_ratios_of_the_chat_are_on_every_page() -> None:
     page, readme, results = said("docs/caching.md"), said("README.md"), said("docs/results.md")
     of_page = (
+        ("chat-midway", "cache"),
         ("chat", "cache"),
         ("chat", "both"),
         ("chat-decoding", "cache"),
@@ -115,6 +124,51 @@ def test_the_ratios_of_the_chat_are_on_every_page() -> None:
         assert f"{ttft}, {rate}" in results and f"{ttft}, {e2e}, {rate}" in results, arm
 
 
+def test_what_is_said_of_the_chat_met_midway_is_what_the_runs_had() -> None:
+    page, chat, full = said("docs/caching.md"), RAW["chat-midway"], RAW["chat-midway-full"]
+    load, of_full = chat["load"], full["load"]
+    assert (
+        load["midway"]
+        and of_full["midway"]
+        and chat["workload"].split("think")[0] == full["workload"].split("think")[0]
+    )
+    assert (
+        f"{load['chatters'][0]} people chat for {load['seconds']:.0f} s with pauses of {load['think_s']:.0f} s" in page
+    )
+    assert f"the first {load['warmup_s']:.0f} s do not count" in page
+    figures = ("messages", "window_tokens", "message_tokens", "open_tokens")
+    many, window, message, in_use = (rounds.mean(chat, figure, "vllm") for figure in figures)
+    assert f"By vLLM {many:.0f} messages of a run count, with windows of {window:,.0f} tokens on average" in page
+    assert f"a message after the first one of its conversation has {message:.0f} of these" in page
+    times = in_use / (384 * 32)
+    assert f"the windows in use take {times:.1f} times the device's memory" in page and times > 3
+    by_round = [value / (384 * 32) for value in rounds.by_round(chat, "open_tokens", "vllm").values()]
+    assert f"({min(by_round):.1f} to {max(by_round):.1f} by rounds)" in page
+    assert of_prices(chat) in page and f"tokens that preemptions lost {chat['prices']['lost_price_ratio']:.3f}" in page
+    more = parts_of("chat-midway", "cache", "messages_s")
+    by_rounds = "{}, {} and {} of vLLM's, and the messages per second {}, {} and {} times vLLM's: more in each"
+    assert by_rounds.format(*parts_of("chat-midway", "cache"), *more) in page and min(map(float, more)) > 1
+    assert "at {} times the messages".format(rounds.ratio(chat, "messages_s", "cache").text()) in page
+    carried, served = (rounds.mean(RAW[name], "messages_s", "vllm") for name in ("chat-midway-full", "chat-midway"))
+    assert f"vLLM alone finished {served:.3f} messages per second, of {carried:.3f} without pauses" in page
+    assert (
+        f"{of_full['chatters'][0]} people, {of_full['seconds']:.0f} s of which {of_full['warmup_s']:.0f} do not" in page
+    )
+    loads = [rounds.by_round(chat, "messages_s", "vllm")[number] / at_most
+             for number, at_most in rounds.by_round(full, "messages_s", "vllm").items()]  # fmt: skip
+    assert f"a load of {served / carried:.0%} ({min(loads):.0%} to {max(loads):.0%} by rounds)" in page
+    sent = many / (load["seconds"] - load["warmup_s"])
+    assert f"of those sent after it there are {sent:.3f} per second, {sent / carried:.0%}" in page
+    compared = chat["compared"]
+    gap = max((at["gap"] for at in compared.get("places", ())), default=0.0)
+    assert f"Of {compared['tokens']:,} tokens compared {compared['different']} conversations" in page
+    assert f"at most {gap:.2g} apart" in page and gap < TIE_GAPS["bfloat16"]
+    shown = f"{window:,.0f} tokens, {times:.1f} times the device's memory"
+    assert f"a chat with windows of {shown}" in said("README.md")
+    conditions = f"load {served / carried:.0%}, p / d {chat['prices']['price_ratio']:.3f}"
+    assert conditions in said("README.md") and conditions in said("docs/results.md")
+
+
 def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     page, chat, shown = said("docs/caching.md"), RAW["chat"], said("README.md")
     figures = ("messages", "window_tokens", "message_tokens", "open_tokens")
@@ -122,7 +176,7 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     device = 480 * 32
     assert "480 blocks of 32 tokens on the device" in page and "--num-gpu-blocks-override" in chat["arms"][0]["flags"]
     assert f"{chat['load']['chatters'][0]} people chat for {chat['load']['seconds']:.0f} s" in page
-    assert f"with pauses of {chat['load']['think_s']:.0f} s on average" in page
+    assert f"and pauses of {chat['load']['think_s']:.0f} s on average" in page
     assert f"By vLLM a run has {many:.0f} messages, with windows of {window:,.0f} tokens on average" in page
     assert f"first one of its conversation has {message:.0f} of these" in page
     assert f"take {in_use / device:.1f} times the device's memory" in page
@@ -138,7 +192,7 @@ def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
     whole = rounds.mean(chat, "messages_s", "vllm") / rounds.mean(RAW["chat-full"], "messages_s", "vllm")
     first = rounds.by_round(chat, "later_messages_s", "vllm")[0] / carried
     assert f"Over whole runs it is {whole:.0%}, and {first:.0%} after the first minute of the first round alone" in page
-    assert f"load {served / carried:.0%}, p / d {prices['price_ratio']:.3f} in the first," in shown
+    assert f"(load {served / carried:.0%}, p / d {prices['price_ratio']:.3f})" in shown
     compared = [RAW[name]["compared"] for name in ("chat", "chat-order", "chat-34m")]
     assert not any(one["different"] for one in compared)
     assert (
@@ -224,9 +278,9 @@ def sent_at(bench: str, first: int, last: int | None = None) -> list[float]:
     return [seconds for run in runs for seconds in run["ttft_s_by_50_s"][first:last]]
 
 
-def parts_of(bench: str, arm: str) -> list[str]:
-    """Time to first token over vLLM's, by round."""
-    ours, theirs = (rounds.by_round(RAW[bench], "ttft_s", one) for one in (arm, "vllm"))
+def parts_of(bench: str, arm: str, figure: str = "ttft_s") -> list[str]:
+    """A figure over vLLM's, by round."""
+    ours, theirs = (rounds.by_round(RAW[bench], figure, one) for one in (arm, "vllm"))
     return [f"{ours[number] / theirs[number]:.3f}" for number in theirs]
 
 

@@ -53,22 +53,24 @@ def measured() -> Iterator[tuple[str, str, str]]:
     )
     bench = tool("bench_rounds")
     raw = json.loads(bench.RAW.read_text())
-    chat, decoding = raw["chat"], raw["chat-decoding"]
-    served, carried = (
-        bench.mean(raw[name], "later_messages_s", "vllm") for name in ("chat-decoding", "chat-decoding-full")
-    )
-    load = served / carried
+    midway, chat, decoding = (raw[name] for name in ("chat-midway", "chat", "chat-decoding"))
 
-    def over_vllm(arm: str, of: Any = chat) -> str:
+    def load(name: str, figure: str) -> str:
+        served, carried = (bench.mean(raw[one], figure, "vllm") for one in (name, f"{name}-full"))
+        return f"load {served / carried:.0%}, p / d {raw[name]['prices']['price_ratio']:.3f}"
+
+    def over_vllm(of: Any, arm: str = "cache") -> str:
         first, whole, rate = (bench.ratio(of, figure, arm).text() for figure in ("ttft_s", "e2e_s", "messages_s"))
         return f"mean time to first token {first}, mean end-to-end time {whole}, messages/s {rate}"
 
+    window, in_use = (bench.mean(midway, figure, "vllm") for figure in ("window_tokens", "open_tokens"))
     yield (
-        f"a chat with windows of {bench.mean(chat, 'window_tokens', 'vllm'):,.0f} tokens, three times the device's "
-        "memory, CPU engine, `always-swap` with `--cache cost`",
-        f"{over_vllm('cache')}; with `--order mlfq:base=256` {over_vllm('both')}; on another machine "
-        f"(windows of {bench.mean(decoding, 'window_tokens', 'vllm'):,.0f} tokens, load {load:.0%}, p / d "
-        f"{decoding['prices']['price_ratio']:.3f}) {over_vllm('cache', decoding)}",
+        f"a chat with windows of {window:,.0f} tokens, {in_use / (384 * 32):.1f} times the device's memory, CPU engine, "
+        "`always-swap` with `--cache cost`",
+        f"{over_vllm(midway)} ({load('chat-midway', 'messages_s')}); from first messages on "
+        f"({load('chat', 'later_messages_s')}) {over_vllm(chat)}, with `--order mlfq:base=256` "
+        f"{over_vllm(chat, 'both')}; on another machine ({load('chat-decoding', 'later_messages_s')}) "
+        f"{over_vllm(decoding)}",
         "-",
     )
 
