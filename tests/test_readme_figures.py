@@ -55,22 +55,32 @@ def measured() -> Iterator[tuple[str, str, str]]:
     raw = json.loads(bench.RAW.read_text())
     midway, chat, decoding = (raw[name] for name in ("chat-midway", "chat", "chat-decoding"))
 
-    def load(name: str, figure: str) -> str:
-        served, carried = (bench.mean(raw[one], figure, "vllm") for one in (name, f"{name}-full"))
-        return f"load {served / carried:.0%}, p / d {raw[name]['prices']['price_ratio']:.3f}"
+    def of_load(served: float, name: str, figure: str = "later_messages_s") -> str:
+        return f"{served / bench.mean(raw[f'{name}-full'], figure, 'vllm'):.0%}"
+
+    def price(name: str) -> str:
+        return f"p / d {raw[name]['prices']['price_ratio']:.3f}"
+
+    def conditions(name: str, memory: str) -> str:
+        window = bench.mean(raw[name], "window_tokens", "vllm")
+        load = of_load(bench.mean(raw[name], "later_messages_s", "vllm"), name)
+        return f"windows of {window:,.0f} tokens, {memory} times the memory; load {load}, {price(name)}"
 
     def over_vllm(of: Any, arm: str = "cache") -> str:
         first, whole, rate = (bench.ratio(of, figure, arm).text() for figure in ("ttft_s", "e2e_s", "messages_s"))
         return f"mean time to first token {first}, mean end-to-end time {whole}, messages/s {rate}"
 
-    window, in_use = (bench.mean(midway, figure, "vllm") for figure in ("window_tokens", "open_tokens"))
+    window, in_use, many, served = (
+        bench.mean(midway, figure, "vllm") for figure in ("window_tokens", "open_tokens", "messages", "messages_s")
+    )
+    sent = many / (midway["load"]["seconds"] - midway["load"]["warmup_s"])
+    loads = " to ".join(of_load(one, "chat-midway", "messages_s") for one in (sent, served))
     yield (
-        f"a chat with windows of {window:,.0f} tokens, {in_use / (384 * 32):.1f} times the device's memory, CPU engine, "
-        "`always-swap` with `--cache cost`",
-        f"{over_vllm(midway)} ({load('chat-midway', 'messages_s')}); from first messages on "
-        f"({load('chat', 'later_messages_s')}) {over_vllm(chat)}, with `--order mlfq:base=256` "
-        f"{over_vllm(chat, 'both')}; on another machine ({load('chat-decoding', 'later_messages_s')}) "
-        f"{over_vllm(decoding)}",
+        f"a chat with windows of {window:,.0f} tokens, {in_use / (384 * 32):.1f} times the device's memory, CPU "
+        "engine, `always-swap` with `--cache cost`",
+        f"{over_vllm(midway)} (load {loads}, by how messages are counted, {price('chat-midway')}); from first messages "
+        f"on ({conditions('chat', 'about 3.0')}) {over_vllm(chat)}, with `--order mlfq:base=256` "
+        f"{over_vllm(chat, 'both')}; on another machine ({conditions('chat-decoding', '3.0')}) {over_vllm(decoding)}",
         "-",
     )
 

@@ -89,6 +89,7 @@ def test_the_first_message_of_a_conversation_met_midway_brings_what_was_said_bef
     of_answers = {*range(9, 12), *range(18, 20)}
     assert all((at in of_answers) or first[at] == said[at] for at in range(len(first))), "messages are the same"
     assert set(first[9:12]) | set(first[18:20]) <= set(range(100, 200)), "answers that nobody gave are drawn"
+    assert first[9:12] != first[4:7], "and are no messages"
     assert second[: len(first) + 4] == [*first, *next_tokens(first, 4)]
     assert [(message.turn, message.window_tokens) for message in run.messages] == [(2, 27), (3, 39)]
 

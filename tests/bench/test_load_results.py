@@ -10,6 +10,7 @@ from kvpolicy.latency import Slo
 from kvpolicy.workload import Request
 from kvpolicy_vllm.bench.chat_load import ChatRun, Message
 from kvpolicy_vllm.bench.load_results import (
+    PRICED,
     chat_figures,
     differences,
     hit_rate,
@@ -28,7 +29,7 @@ def test_of_a_conversation_the_first_difference_counts() -> None:
 
     one = [row(1, 4, 5), row(0, 1, 2), row(2, 6), row(0, 7, name="b"), row(1, 8, name="b")]
     other = [row(0, 1, 2), row(1, 4, 9), row(2, 7), row(0, 7, name="b", error="HTTP 500"), row(1, 9, name="b")]
-    assert differences(one, other) == {"tokens": 4, "different": [{"conversation": "a", "turn": 1, "token": 1}]}
+    assert differences(one, other) == {"tokens": 3, "different": [{"conversation": "a", "turn": 1, "token": 1}]}
 
 
 def test_the_rate_is_that_of_the_time_in_which_everybody_chats() -> None:
@@ -86,8 +87,13 @@ def test_what_was_sent_or_in_use_while_caches_filled_does_not_count() -> None:
         Message("c", 0, 30, Answer(45.0, 6.0, 25.0, (1,) * 8)),
     ]
     queries, hits = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-    samples = [(at_s, {queries: 10 * at_s, hits: found}) for at_s, found in ((0.0, 0.0), (19.5, 100.0), (20.5, 100.0))]
-    figures = chat_figures(ChatRun(0.0, messages, [*samples, (60.0, {queries: 600.0, hits: 179.0})], 50.0), 20.0)
+    priced = [f"vllm:kvpolicy_{name}_total" for name in PRICED]
+    samples = [(at_s, {queries: 10 * at_s, hits: found} | dict.fromkeys(priced, 7.0))
+               for at_s, found in ((0.0, 0.0), (19.5, 100.0), (20.5, 100.0))]  # fmt: skip
+    samples[0][1].update(dict.fromkeys(priced, 0.0))
+    last = {queries: 600.0, hits: 179.0} | dict(zip(priced, (27.0, 11.0, 57.0, 12.0), strict=True))
+    figures = chat_figures(ChatRun(0.0, messages, [*samples, (60.0, last)], 50.0), 20.0)
+    assert figures["price_ratio"] == pytest.approx((20 / 4) / (50 / 5)), "of what was lost after the warm-up"
     assert (figures["messages"], figures["begun"], len(figures["rows"])) == (3, 1, 5)
     assert figures["ttft_s"]["mean"] == figures["steady_ttft_s"]["mean"] == 3.0
     assert (figures["first_ttft_s"]["mean"], figures["later_ttft_s"]["mean"]) == (6.0, 1.5)

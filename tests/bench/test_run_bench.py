@@ -261,6 +261,13 @@ def test_messages_of_the_warm_up_are_sent_and_not_counted(
         assert sum(first_s < 0.09 for first_s in sent_s.values()) >= 2, "both people begin in the warm-up"
     with pytest.raises(InputError, match=r"--warmup-s 60: somebody had no conversation left after \d+ s"):
         run_bench.bench(tmp_path / "other", replace(load, warmup_s=60.0, midway=False), two[-1])
+    pauses = replace(load, warmup_s=0.2, seconds=0.4, think_s=500.0)
+    with pytest.raises(InputError, match=r"--warmup-s 0.2: no message was sent after it: give shorter --think-s"):
+        run_bench.bench(tmp_path / "pauses", pauses, two[-1])
+    for server in two[:2]:
+        server.fault = dict.fromkeys(range(len(server.bodies) + WARM_UP, 10_000), "status")
+    found = run_bench.bench(tmp_path / "errors", replace(load, warmup_s=60.0, midway=False), two[-1])
+    assert "first: HTTP 503: the pool is full" in found.errors() and not found.ok
 
 
 def test_results_are_whole(tmp_path: Path) -> None:

@@ -50,8 +50,9 @@ def test_what_was_answered_of_a_load_holds_as_long_as_that_is_under_way() -> Non
     assert [core.waits.known(name, 0) for name in ("one", "two", "three")] == [None] * 3
 
 
-@pytest.mark.parametrize("why", ["late", "reset", "suspended"])
-def test_nothing_is_known_of_a_load_that_nobody_waits_for_any_more(why: str) -> None:
+@pytest.mark.parametrize(("why", "known"), [("late", False), ("reset", None), ("suspended", None)])
+def test_nothing_is_known_of_a_load_that_nobody_waits_for_any_more(why: str, known: bool | None) -> None:
+    """But that the request goes on once no load is under way: it has asked."""
     core = Waiting()
     core.asks("one")
     if why == "late":
@@ -61,7 +62,7 @@ def test_nothing_is_known_of_a_load_that_nobody_waits_for_any_more(why: str) -> 
         core.index.forget()
     else:
         core.index._reads.late()
-    assert not core.waits.known("one", 0) and not core.asks("one")
+    assert core.waits.known("one", 0) is known and not core.asks("one")
 
 
 def test_who_would_not_begin_a_load_is_known_to_go_on_as_long_as_nobody_begins_one() -> None:
@@ -74,7 +75,9 @@ def test_who_would_not_begin_a_load_is_known_to_go_on_as_long_as_nobody_begins_o
     core.is_worth = True
     assert not core.asks("one") and core.asks("two")
     assert core.waits.known("one", 0) is None and core.asks("one"), "two brings what one needs"
-    core.report(core.load())
+    job = core.load()
+    assert [core.waits.known(name, 0) for name in ("one", "two")] == [True, True], "workers have heard of it"
+    core.report(job)
     assert core.waits.known("one", 0) is False and not core.asks("one")
     core.waits.forget("one")
     assert core.waits.known("one", 0) is None

@@ -16,7 +16,17 @@ from kvpolicy.errors import InputError
 from kvpolicy.workload import open_workload
 from kvpolicy.workload.arrivals import stream
 from kvpolicy_vllm.bench.analytics_load import Analytics, texts
-from kvpolicy_vllm.bench.chat_load import Chat, Conversation, Server, begun_midway, drawn, fitted, of_requests, prefixed
+from kvpolicy_vllm.bench.chat_load import (
+    Chat,
+    ChatRun,
+    Conversation,
+    Server,
+    begun_midway,
+    drawn,
+    fitted,
+    of_requests,
+    prefixed,
+)
 from kvpolicy_vllm.bench.load_results import analytics_figures, chat_figures
 
 Cell = Mapping[str, Any]
@@ -148,13 +158,20 @@ class ChatKind:
             )
         begin_alike = sum(conversation.is_prefixed for conversation in conversations)
         counted = {"conversations": len(conversations), "prefixed_conversations": begin_alike}
-        run, warmup_s = await self._chat(cell, round_, terms).run(conversations, cell["chatters"]), self.load.warmup_s
-        if warmup_s and run.first_idle_s is not None and run.first_idle_s <= warmup_s:
-            raise InputError(
-                f"--warmup-s {warmup_s:g}: somebody had no conversation left after {run.first_idle_s:.0f} s, so that "
-                "nothing counts: give fewer seconds, or more --conversations"
+        run = await self._chat(cell, round_, terms).run(conversations, cell["chatters"])
+        figures = counted | chat_figures(run, self.load.warmup_s)
+        if self.load.warmup_s and not (figures["errors"] or (figures["messages"] and figures["steady_s"])):
+            raise InputError(self._why_nothing_counts(run))
+        return figures
+
+    def _why_nothing_counts(self, run: ChatRun) -> str:
+        warmup_s, idle_s = self.load.warmup_s, run.first_idle_s
+        if idle_s is not None and idle_s <= warmup_s:
+            return (
+                f"--warmup-s {warmup_s:g}: somebody had no conversation left after {idle_s:.0f} s, so that nothing "
+                "counts: give fewer seconds, or more --conversations"
             )
-        return counted | chat_figures(run, warmup_s)
+        return f"--warmup-s {warmup_s:g}: no message was sent after it: give shorter --think-s, or more --seconds"
 
     def prompt(self, cell: Cell, round_: int, terms: Terms, rows: Sequence[Mapping[str, Any]], at: Cell) -> list[int]:
         terms = replace(terms, context_tokens=self._context(terms))

@@ -112,6 +112,7 @@ class LoadReport:
         return {
             "kind": self.results["kind"],
             "starts": self.starts,
+            "warmup_s": self.warmup_s,
             "cells": cells,
             "prices": self.results.get("prices"),
             "errors": self.errors(),
@@ -165,6 +166,11 @@ class LoadReport:
     def starts(self) -> int:
         """How often the servers were started. 1 where they ran already, or an earlier version did not say."""
         return len({run.get("start", 0) for run in self.results["runs"]})
+
+    @property
+    def warmup_s(self) -> float:
+        """Seconds from the begin of each run of a chat that do not count."""
+        return max((run.get("warmup_s", 0.0) for run in self.results["runs"]), default=0.0)
 
     def cells(self) -> list[Mapping[str, Any]]:
         """The settings, each once, in the order of the numbers."""
@@ -292,7 +298,7 @@ class LoadReport:
         if len(self.arms) > 1:
             where = "" if gap is None else f", the two best log-probabilities there at most {gap:.2g} apart"
             yield f"tokens: {tokens} compared with those of {self.arms[0]}, {different} conversations differ{where}"
-        if warmup_s := max((run.get("warmup_s", 0.0) for run in self.results["runs"]), default=0.0):
+        if warmup_s := self.warmup_s:
             of_all = "; the table by fifth is of the whole run" if self._has_lookups else ""
             yield f"messages of the first {warmup_s:g} s do not count{of_all}"
         if missed := sum(run.get("missed_readings", 0) for run in self.results["runs"]):

@@ -114,9 +114,10 @@ def open_tokens(rows: Sequence[Mapping[str, Any]], until_s: float, from_s: float
 
 def _token_seconds(message: Mapping[str, Any], until_s: float) -> float:
     """The integral up to ``until_s`` of the tokens of a message's window and of its answer."""
-    sent_s = message["sent_s"]
+    sent_s: float = message["sent_s"]
     answered_s = _answered_s(sent_s + message["ttft_s"], sent_s + message["e2e_s"], until_s)
-    return max(0.0, until_s - sent_s) * message["window_tokens"] + answered_s * len(message["token_ids"])
+    window_tokens: int = message["window_tokens"]
+    return max(0.0, until_s - sent_s) * window_tokens + answered_s * len(message["token_ids"])
 
 
 def _answered_s(first_s: float, last_s: float, until_s: float) -> float:
@@ -279,7 +280,7 @@ def lost_price_ratio(grown: Mapping[str, float]) -> float | None:
 
 def differences(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The tokens of two arms in the same round, conversation by conversation, up to its first difference or error:
-    after it the windows differ. ``one`` and ``other``: their rows."""
+    after it the windows differ. Those before it are counted. ``one`` and ``other``: their rows."""
     turns = {(row["conversation"], row["turn"]): row for row in other}
     over: set[str] = set()
     compared, different = 0, []
@@ -292,8 +293,8 @@ def differences(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, A
             over.add(name)
             continue
         expected, actual = row["token_ids"], same["token_ids"]
-        compared += len(expected)
         at = next((at for at, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), None)
+        compared += len(expected) if at is None else at
         if at is not None:
             over.add(name)
             different.append({"conversation": name, "turn": row["turn"], "token": at})

@@ -236,8 +236,8 @@ class FileIndex:
 
     @property
     def brings(self) -> bool:
-        """Whether any load is under way, one that nobody waits for any more included."""
-        return bool(self._coming)
+        """Whether any load is under way that is not late."""
+        return any(under.chain for under in self._under.values())
 
     def load_of(self, key: bytes) -> int:
         """Number of the load that brings the content to host memory, where it can be waited for. 0 where there is
