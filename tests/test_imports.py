@@ -22,6 +22,7 @@ LAYERS = (
     ("cost", "datasets", "server_gain"),
     ("policy", "training"),
     ("evaluation", "settings", "simulator", "explanation"),
+    ("bench_settings",),
     ("integrations",),
     ("study", "reporting"),
     ("cli",),
@@ -42,19 +43,19 @@ INTEGRATION = {
     "config_file": {"errors", "stored_values"},
     "given_transfer": {"errors"},
     "launch": {"errors", "integrations"},
-    "integration": {"errors", "integrations", "settings", "simulator"},
+    "integration": {"errors", "integrations", "bench_settings", "settings", "simulator"},
     "check": {"errors", "hardware", "settings"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"latency", "workload", "simulator"},
     "bench": _DECIDE
     | {"bench_warnings", "client", "datasets", "latency", "overflow", "server_metrics", "stats", "stored_values"}
-    | {"simulator", "workload"},
+    | {"bench_settings", "simulator", "workload"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would, and fills the report that it
     # shares with the demo without an engine.
     "bench.run_demo": _DECIDE
     | {"datasets", "headroom", "stats", "stored_values", "workload", "training", "evaluation", "study"},
     "bench.load_report": {"bench_warnings", "json_values", "latency", "prefix_hits", "stats"},
-    "bench.recorded_prices": {"errors", "evaluation", "settings", "trace"},
+    "bench.recorded_prices": {"errors", "evaluation", "bench_settings", "settings", "trace"},
     # The learned policy it serves with is trained on the way.
     "bench.run_characterize": _DECIDE
     | {"datasets", "overflow", "workload", "simulator", "training", "evaluation", "headroom"},
