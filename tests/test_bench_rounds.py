@@ -157,6 +157,20 @@ def test_what_is_said_of_the_chat_met_midway_is_what_the_runs_had() -> None:
     assert compared["different"] == len(gaps) and max(gaps) < TIE_GAPS["bfloat16"]
 
 
+def test_what_is_said_of_ties_in_bfloat16_is_what_the_runs_had() -> None:
+    page, again, wide = said("docs/caching.md"), RAW["chat-midway-again"]["compared"], RAW["chat-midway-wide"]
+    assert f"with the same memory none of {again['tokens']:,} tokens differs" in page and not again["different"]
+    places = wide["compared"]["places"]
+    blocks = [arm["flags"][arm["flags"].index("--num-gpu-blocks-override") + 1] for arm in wide["arms"]]
+    assert blocks[:2] == ["384", "384"] and wide["arms"][2]["flags"][-1] == "4736"
+    cache, more = (sum(at["arm"] == arm for at in places) for arm in ("cache", "wide"))
+    assert f"{more} conversations differ after 8,024 equal tokens, where the plugin's differ in {cache} after" in page
+    assert wide["compared"]["tokens"] == 8024 + 9455 and "9,455, all of them at most 0.0625 apart" in page
+    assert max(at["gap"] for at in places) == 0.0625
+    found = [rounds.mean(wide, "hit_rate", arm) for arm in ("cache", "wide")]
+    assert max(found) - min(found) < 0.02, "both find as much"
+
+
 def test_what_is_said_of_the_load_of_the_chat_met_midway_is_what_the_runs_had() -> None:
     page, chat, full = said("docs/caching.md"), RAW["chat-midway"], RAW["chat-midway-full"]
     load, of_full = chat["load"], full["load"]
