@@ -52,7 +52,7 @@ def test_what_was_answered_of_a_load_holds_as_long_as_that_is_under_way() -> Non
 
 @pytest.mark.parametrize(("why", "known"), [("late", False), ("reset", None), ("suspended", None)])
 def test_nothing_is_known_of_a_load_that_nobody_waits_for_any_more(why: str, known: bool | None) -> None:
-    """But that the request goes on once no load is under way: it has asked."""
+    """But that the request is computed once no load is under way, since it has looked files up before."""
     core = Waiting()
     core.asks("one")
     if why == "late":
@@ -71,7 +71,7 @@ def test_who_would_not_begin_a_load_is_known_to_go_on_as_long_as_nobody_begins_o
     core.is_worth = False
     assert core.waits.known("one", 0) is None and not core.asks("one")
     assert core.waits.known("one", 0) is False and core.waits.known("one", 3) is False
-    assert core.waits.known("two", 0) is None, "it has not asked"
+    assert core.waits.known("two", 0) is None, "it has not looked files up"
     core.is_worth = True
     assert not core.asks("one") and core.asks("two")
     assert core.waits.known("one", 0) is None and core.asks("one"), "two brings what one needs"

@@ -235,7 +235,7 @@ class FileIndex:
         return True
 
     @property
-    def brings(self) -> bool:
+    def is_loading(self) -> bool:
         """Whether any load is under way that is not late."""
         return any(under.chain for under in self._under.values())
 

@@ -50,10 +50,10 @@ class FileWaits:
         return self._awaited.keys() | self._asked.keys()
 
     def known(self, name: str, local_blocks: int) -> bool | None:
-        """Whether the request waits, where that is known already, since vLLM asks in every step: it has been told of a
-        load that is under way, or there is none and it would not begin one. None where it may be another answer by
-        now."""
-        if not self._files.brings and self._has_asked(name):
+        """Whether the request waits, where that is known already; vLLM asks in every step. It is known while the load
+        for which it was decided is under way, and, of a request that has looked files up, while no load is. None where
+        it has to be decided anew."""
+        if not self._files.is_loading and self._has_looked_up(name):
             return False
         known = self._awaited.get(name)
         if known is None or known.local_blocks != local_blocks:
@@ -68,15 +68,15 @@ class FileWaits:
         files, name = self._files, request.request_id
         if files.load_of(keys[0]):
             return self._awaits(request, local_blocks, first, keys)
-        if self._has_asked(name):
+        if self._has_looked_up(name):
             return False
         if files.starting:
             self._awaited[name] = Awaited(THE_START, True, local_blocks)
             return True
         return self._fetches(request, local_blocks, first, keys)
 
-    def _has_asked(self, name: str) -> bool:
-        """Whether the request has asked whether it brings what files have, and would hear the same once more."""
+    def _has_looked_up(self, name: str) -> bool:
+        """Whether the request has looked its blocks up in files already, and a further lookup would end the same."""
         return self._files.settled <= self._asked.get(name, -1)
 
     def _fetches(self, request: Any, local_blocks: int, first: int, keys: Sequence[bytes]) -> bool:
