@@ -15,6 +15,10 @@ from tests.test_environment import tool
 ROOT = Path(__file__).resolve().parent.parent
 RAW: dict[str, Any] = json.loads((ROOT / "docs" / "bench-rounds.json").read_text())
 rounds = tool("bench_rounds")
+SIX_ROUNDS, SIX_ROUNDS_FULL = (
+    rounds.together(RAW[f"chat-midway{end}"], RAW[f"chat-midway-more{end}"]) for end in ("", "-full")
+)
+"""Of the chat met midway."""
 
 
 SAID = [
@@ -63,6 +67,7 @@ CHAT_ARMS = {
 }  # fmt: skip
 ONE_ROUND = CHAT_ARMS | {"always-swap and that order, without a cache": "mlfq"}
 MIDWAY_ARMS = {"vLLM": "vllm", "always-swap, `--cache cost`, 0.5 GiB of host memory": "cache"}
+MORE_ARMS = MIDWAY_ARMS | {"vLLM with 68 MiB more for the device": "wide"}
 DECODING_ARMS = {"vLLM": "vllm", "always-swap, `--cache cost`, 128 MiB of host memory": "cache"}
 WIDE_ARMS = DECODING_ARMS | {"vLLM with 128 MiB more for the device": "wide"}
 TIER_ARMS = {
@@ -93,6 +98,7 @@ TIMES = ("ttft_s", "later_ttft_s", "e2e_s")
     ("bench", "arms"),
     [
         ("chat-midway", MIDWAY_ARMS),
+        ("chat-midway-more", MORE_ARMS),
         ("chat", CHAT_ARMS),
         ("chat-order", ONE_ROUND),
         ("chat-decoding", DECODING_ARMS),
@@ -109,6 +115,8 @@ def test_the_ratios_of_the_chat_are_on_every_page() -> None:
     page, readme, results = said("docs/caching.md"), said("README.md"), said("docs/results.md")
     of_page = (
         ("chat-midway", "cache"),
+        ("chat-midway-more", "cache"),
+        ("chat-midway-more", "wide"),
         ("chat", "cache"),
         ("chat", "both"),
         ("chat-decoding", "cache"),
@@ -118,8 +126,9 @@ def test_the_ratios_of_the_chat_are_on_every_page() -> None:
     for bench, arm in of_page:
         ttft, later, e2e, rate = (rounds.ratio(RAW[bench], figure, arm).text() for figure in (*TIMES, "messages_s"))
         assert f"{row('ratio, 95% over starts', ttft, later, e2e, rate)} |" in page, (bench, arm)
-        if bench == "chat-wide":
-            continue
+    chat, decoding = RAW["chat"], RAW["chat-decoding"]
+    for of, arm in ((SIX_ROUNDS, "cache"), (chat, "cache"), (chat, "both"), (decoding, "cache")):
+        ttft, e2e, rate = (rounds.ratio(of, figure, arm).text() for figure in ("ttft_s", "e2e_s", "messages_s"))
         assert f"mean time to first token {ttft}, mean end-to-end time {e2e}, messages/s {rate}" in readme, arm
         assert f"{ttft}, {rate}" in results and f"{ttft}, {e2e}, {rate}" in results, arm
 
@@ -157,6 +166,43 @@ def test_what_is_said_of_the_chat_met_midway_is_what_the_runs_had() -> None:
     assert compared["different"] == len(gaps) and max(gaps) < TIE_GAPS["bfloat16"]
 
 
+def test_what_is_said_of_three_more_rounds_is_what_the_runs_had() -> None:
+    page, more, full = said("docs/caching.md"), RAW["chat-midway-more"], RAW["chat-midway-more-full"]
+    first = RAW["chat-midway"]
+    assert more["load"] | {"load_seed": 0} == first["load"] and more["load"]["load_seed"] == 1
+    assert more["arms"][:2] == first["arms"] and more["arms"][2]["flags"][-2:] == ["--num-gpu-blocks-override", "4736"]
+    assert full["load"] == RAW["chat-midway-full"]["load"] | {"load_seed": 1}
+    by_round = [value / (384 * 32) for value in rounds.by_round(more, "open_tokens", "vllm").values()]
+    in_use = f"{fmean(by_round):.1f} times the smaller memory ({min(by_round):.1f} to {max(by_round):.1f} by rounds)"
+    assert f"The windows in use take {in_use}" in page
+    times, rates = parts_of("chat-midway-more", "cache"), parts_of("chat-midway-more", "cache", "messages_s")
+    by_rounds = "{}, {} and {} of vLLM's, and the messages per second {}, {} and {} times vLLM's. vLLM alone"
+    assert by_rounds.format(*times, *rates) in page and min(map(float, rates)) > 1
+    served, carried = (rounds.mean(bench, "messages_s", "vllm") for bench in (more, full))
+    loads, sent = loads_of(more, full)
+    by_answers = f"a load of {served / carried:.0%} ({listed(loads)} by rounds)"
+    assert f"finished {served:.3f} messages per second here, of {carried:.3f} without pauses: {by_answers}" in page
+    assert f"by messages sent after the warm-up ({listed(sent)})" in page
+    prices = more["prices"]
+    assert f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step" in page
+    for of, over, begin in (
+        (SIX_ROUNDS, "vllm", "**Over all six rounds** the cache alone comes to"),
+        (more, "wide", "Over vLLM with that much more memory for the device, the cache has"),
+    ):
+        ttft, e2e, rate = (
+            rounds.ratio(of, figure, "cache", over).text() for figure in ("ttft_s", "e2e_s", "messages_s")
+        )
+        named = f"{ttft} of the time to first token, {e2e} of the end-to-end time and {rate} times the messages"
+        assert f"{begin} {named} per second" in page
+    fewer = parts_of("chat-midway-more", "cache", "messages_s", "wide")
+    assert "per second, {}, {} and {} by rounds. So what this chat gains".format(*fewer) in page
+    places = more["compared"]["places"]
+    cache, wide = (sum(at["arm"] == arm for at in places) for arm in ("cache", "wide"))
+    assert f"{more['compared']['tokens']:,} tokens were those of vLLM; {cache} conversations with the cache" in page
+    assert f"and {wide} with more memory differ from some token on, at most 0.0625 apart" in page
+    assert round(max(at["gap"] for at in places), 6) == 0.0625, "said of the page, and less than what counts as a tie"
+
+
 def test_what_is_said_of_ties_in_bfloat16_is_what_the_runs_had() -> None:
     page, again, wide = said("docs/caching.md"), RAW["chat-midway-again"]["compared"], RAW["chat-midway-wide"]
     assert f"with the same memory none of {again['tokens']:,} tokens differs" in page and not again["different"]
@@ -179,18 +225,30 @@ def test_what_is_said_of_the_load_of_the_chat_met_midway_is_what_the_runs_had() 
     assert (
         f"{of_full['chatters'][0]} people, {of_full['seconds']:.0f} s of which {of_full['warmup_s']:.0f} do not" in page
     )
-    at_most = [*rounds.by_round(full, "messages_s", "vllm").values()]
-    loads = [
-        one / most for one, most in zip(rounds.by_round(chat, "messages_s", "vllm").values(), at_most, strict=True)
-    ]
+    loads, shares = loads_of(chat, full)
     assert f"a load of {served / carried:.0%} ({min(loads):.0%} to {max(loads):.0%} by rounds)" in page
-    sent = [many / (load["seconds"] - load["warmup_s"]) for many in rounds.by_round(chat, "messages", "vllm").values()]
-    shares = [f"{one / most:.0%}" for one, most in zip(sent, at_most, strict=True)]
-    assert f"there are {fmean(sent):.3f} per second, {fmean(sent) / carried:.0%}: " in page
-    assert "{}, {} and {} by rounds".format(*shares) in page
-    said_so = f"load {fmean(sent) / carried:.0%} to {served / carried:.0%}, by how messages are counted, "
-    conditions = f"{said_so}p / d {chat['prices']['price_ratio']:.3f}"
+    sent = rounds.mean(chat, "messages", "vllm") / (load["seconds"] - load["warmup_s"])
+    assert f"there are {sent:.3f} per second, {sent / carried:.0%}: " in page
+    assert f"{listed(shares)} by rounds" in page
+    # Of all six rounds, on the other pages.
+    served, many = (rounds.mean(SIX_ROUNDS, figure, "vllm") for figure in ("messages_s", "messages"))
+    carried = rounds.mean(SIX_ROUNDS_FULL, "messages_s", "vllm")
+    sent = many / (load["seconds"] - load["warmup_s"])
+    said_so = f"load {sent / carried:.0%} to {served / carried:.0%}, by how messages are counted, "
+    conditions = said_so + "p / d {:.3f} and {:.3f}".format(
+        *(RAW[name]["prices"]["price_ratio"] for name in ("chat-midway", "chat-midway-more"))
+    )
     assert conditions in said("README.md") and conditions in said("docs/results.md")
+
+
+def loads_of(chat: Any, full: Any) -> tuple[list[float], list[float]]:
+    """Messages that vLLM alone answered, and those that it was sent, after the warm-up, over what it answers without
+    pauses, by rounds."""
+    answered, at_most = (rounds.by_round(bench, "messages_s", "vllm").values() for bench in (chat, full))
+    counted_s = chat["load"]["seconds"] - chat["load"]["warmup_s"]
+    sent = [many / counted_s for many in rounds.by_round(chat, "messages", "vllm").values()]
+    shares = [[one / most for one, most in zip(of, at_most, strict=True)] for of in (answered, sent)]
+    return shares[0], shares[1]
 
 
 def test_what_is_said_of_the_chats_is_what_the_runs_had() -> None:
@@ -302,9 +360,14 @@ def sent_at(bench: str, first: int, last: int | None = None) -> list[float]:
     return [seconds for run in runs for seconds in run["ttft_s_by_50_s"][first:last]]
 
 
-def parts_of(bench: str, arm: str, figure: str = "ttft_s") -> list[str]:
-    """A figure over vLLM's, by round."""
-    ours, theirs = (rounds.by_round(RAW[bench], figure, one) for one in (arm, "vllm"))
+def listed(shares: list[float]) -> str:
+    """Three of them."""
+    return "{:.0%}, {:.0%} and {:.0%}".format(*shares)
+
+
+def parts_of(bench: str, arm: str, figure: str = "ttft_s", over: str = "vllm") -> list[str]:
+    """A figure over that of another arm, by round."""
+    ours, theirs = (rounds.by_round(RAW[bench], figure, one) for one in (arm, over))
     return [f"{ours[number] / theirs[number]:.3f}" for number in theirs]
 
 
@@ -395,6 +458,23 @@ def test_a_start_of_the_servers_counts_once() -> None:
     for run in runs:
         del run["start"]
     assert rounds.ratio({"runs": runs}, "cpu_s", "a", n=1).pairs == 5
+
+
+def test_several_benches_are_one_of_more_rounds() -> None:
+    runs = [
+        {"cell": {"n": 1}, "round": number, "start": number // 2, "arm": arm, "cpu_s": seconds}
+        for number, factor in enumerate((2.0, 8.0, 3.0))
+        for arm, seconds in (("vllm", 7.0), ("a", 7 * factor))
+    ]  # fmt: skip
+    with_more = {"runs": [*runs, *({**run, "arm": "b"} for run in runs if run["arm"] == "a")]}
+    whole = rounds.together({"runs": runs}, with_more)
+    assert [*rounds.by_round(whole, "cpu_s", "a")] == [0, 1, 2, 3, 4, 5]
+    found = rounds.ratio(whole, "cpu_s", "a")
+    assert found.pairs == 4 and found.value == pytest.approx((4.0 * 3.0) ** 0.5)
+    assert [*rounds.by_round(whole, "cpu_s", "b")] == [3, 4, 5]
+    with pytest.raises(ValueError, match="b was run in rounds"):
+        rounds.ratio(whole, "cpu_s", "b")
+    assert with_more["runs"][0]["round"] == runs[0]["round"] == 0, "what was given stays as it was"
 
 
 def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def measured() -> Iterator[tuple[str, str, str]]:
     )
     bench = tool("bench_rounds")
     raw = json.loads(bench.RAW.read_text())
-    midway, chat, decoding = (raw[name] for name in ("chat-midway", "chat", "chat-decoding"))
+    for end in ("", "-full"):
+        raw[f"midway{end}"] = bench.together(raw[f"chat-midway{end}"], raw[f"chat-midway-more{end}"])
+    midway, chat, decoding = (raw[name] for name in ("midway", "chat", "chat-decoding"))
 
     def of_load(served: float, name: str, figure: str = "later_messages_s") -> str:
         return f"{served / bench.mean(raw[f'{name}-full'], figure, 'vllm'):.0%}"
@@ -73,12 +75,14 @@ def measured() -> Iterator[tuple[str, str, str]]:
     window, in_use, many, served = (
         bench.mean(midway, figure, "vllm") for figure in ("window_tokens", "open_tokens", "messages", "messages_s")
     )
-    sent = many / (midway["load"]["seconds"] - midway["load"]["warmup_s"])
-    loads = " to ".join(of_load(one, "chat-midway", "messages_s") for one in (sent, served))
+    load = raw["chat-midway"]["load"]
+    sent = many / (load["seconds"] - load["warmup_s"])
+    loads = " to ".join(of_load(one, "midway", "messages_s") for one in (sent, served))
+    twice = f"{price('chat-midway')} and {raw['chat-midway-more']['prices']['price_ratio']:.3f}"
     yield (
         f"a chat with windows of {window:,.0f} tokens, {in_use / (384 * 32):.1f} times the device's memory, CPU "
         "engine, `always-swap` with `--cache cost`",
-        f"{over_vllm(midway)} (load {loads}, by how messages are counted, {price('chat-midway')}); from first messages "
+        f"{over_vllm(midway)} (load {loads}, by how messages are counted, {twice}; six rounds); from first messages "
         f"on ({conditions('chat', 'about 3.0')}) {over_vllm(chat)}, with `--order mlfq:base=256` "
         f"{over_vllm(chat, 'both')}; on another machine ({conditions('chat-decoding', '3.0')}) {over_vllm(decoding)}",
         "-",

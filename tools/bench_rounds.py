@@ -154,6 +154,17 @@ def mean(bench: Bench, figure: str, arm: str, **cell: Any) -> float:
     return fmean(by_round(bench, figure, arm, **cell).values())
 
 
+def together(*benches: Bench) -> Bench:
+    """The runs of several benches of one load, their rounds numbered on, as are the starts of the servers: what
+    :func:`ratio`, :func:`by_round` and :func:`mean` read. Not all benches need to have all arms. Raises KeyError for a
+    bench of an earlier version, which does not say when servers started."""
+    runs: list[dict[str, Any]] = []
+    for bench in benches:
+        before = {name: 1 + max((run[name] for run in runs), default=-1) for name in ("round", "start")}
+        runs += [{**run, **{name: run[name] + first for name, first in before.items()}} for run in bench["runs"]]
+    return {"runs": runs}
+
+
 def text_of(raw: Mapping[str, Bench]) -> str:
     """The JSON, a line for every run."""
     parts = []
