@@ -166,27 +166,57 @@ def test_what_is_said_of_the_chat_met_midway_is_what_the_runs_had() -> None:
     assert compared["different"] == len(gaps) and max(gaps) < TIE_GAPS["bfloat16"]
 
 
+def test_three_more_rounds_are_of_the_same_servers_and_load() -> None:
+    for name, arms in (("chat-midway", 2), ("chat-midway-full", 1)):
+        end = name.removeprefix("chat-midway")
+        first, more = RAW[name], RAW[f"chat-midway-more{end}"]
+        assert more["load"]["load_seed"] == 1 and more["arms"][:arms] == first["arms"]
+        for part in ("target", "workload", "versions"):
+            assert more[part] == first[part], (name, part)
+    arms = RAW["chat-midway-more"]["arms"]
+    assert arms[2]["flags"][-2:] == ["--num-gpu-blocks-override", "4736"] and (4736 - 384) * 16 / 1024 == 68
+    assert 31 * -(-3400 // 32) < 4736, "31 windows of 3,400 tokens"
+
+
 def test_what_is_said_of_three_more_rounds_is_what_the_runs_had() -> None:
+    page, more = said("docs/caching.md"), RAW["chat-midway-more"]
+    in_use = [value / (384 * 32) for value in rounds.by_round(more, "open_tokens", "vllm").values()]
+    times = f"{fmean(in_use):.1f} times the smaller memory ({min(in_use):.1f} to {max(in_use):.1f} by rounds)"
+    assert f"The windows in use take {times}" in page
+    parts, rates = parts_of("chat-midway-more", "cache"), parts_of("chat-midway-more", "cache", "messages_s")
+    by_rounds = "{}, {} and {} of vLLM's, and the messages per second {}, {} and {} times vLLM's"
+    assert by_rounds.format(*parts, *rates) in page and min(map(float, rates)) > 1
+    ends = {arm: [run["until_s"] for run in more["runs"] if run["arm"] == arm] for arm in ("vllm", "cache", "wide")}
+    out = [f"{ends[arm][1]:.0f}" for arm in ("cache", "wide")]
+    assert "after {} s with the cache and after {} s with more memory".format(*out) in page and ends["vllm"][1] > 419
+    sent = parts_of("chat-midway-more", "cache", "messages")
+    assert "By messages sent after the warm-up, however long that took, it is {}, {} and {}".format(*sent) in page
+    late = [
+        [fmean(run["ttft_s_by_50_s"][4:]) for run in more["runs"] if run["arm"] == arm] for arm in ("cache", "vllm")
+    ]
+    of_vllm = [f"{ours / theirs:.3f}" for ours, theirs in zip(*late, strict=True)]
+    assert "From 200 s on the time to first token was {}, {} and {} of vLLM's".format(*of_vllm) in page
+    queue = more["runs"][[(run["arm"], run["round"]) for run in more["runs"]].index(("vllm", 1))]["ttft_s_by_50_s"][4:]
+    assert f"messages of the second round wait {min(queue):.0f} s and more to the end of it" in page
+
+
+def test_what_is_said_of_the_load_of_three_more_rounds_is_what_the_runs_had() -> None:
     page, more, full = said("docs/caching.md"), RAW["chat-midway-more"], RAW["chat-midway-more-full"]
-    first = RAW["chat-midway"]
-    assert more["load"] | {"load_seed": 0} == first["load"] and more["load"]["load_seed"] == 1
-    assert more["arms"][:2] == first["arms"] and more["arms"][2]["flags"][-2:] == ["--num-gpu-blocks-override", "4736"]
-    assert full["load"] == RAW["chat-midway-full"]["load"] | {"load_seed": 1}
-    by_round = [value / (384 * 32) for value in rounds.by_round(more, "open_tokens", "vllm").values()]
-    in_use = f"{fmean(by_round):.1f} times the smaller memory ({min(by_round):.1f} to {max(by_round):.1f} by rounds)"
-    assert f"The windows in use take {in_use}" in page
-    times, rates = parts_of("chat-midway-more", "cache"), parts_of("chat-midway-more", "cache", "messages_s")
-    by_rounds = "{}, {} and {} of vLLM's, and the messages per second {}, {} and {} times vLLM's. vLLM alone"
-    assert by_rounds.format(*times, *rates) in page and min(map(float, rates)) > 1
     served, carried = (rounds.mean(bench, "messages_s", "vllm") for bench in (more, full))
     loads, sent = loads_of(more, full)
     by_answers = f"a load of {served / carried:.0%} ({listed(loads)} by rounds)"
-    assert f"finished {served:.3f} messages per second here, of {carried:.3f} without pauses: {by_answers}" in page
-    assert f"by messages sent after the warm-up ({listed(sent)})" in page
+    by_sent = f"or {fmean(sent):.0%} by messages sent after the warm-up ({listed(sent)})"
+    assert f"finished {served:.3f} messages per second here, of {carried:.3f} without pauses: {by_answers}, " in page
+    assert by_sent in page
     prices = more["prices"]
-    assert f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step" in page
+    priced = f"p / d was {prices['price_ratio']:.3f}, at {prices['batch']:.1f} decodes a step, in one run"
+    assert f"{priced}; of the tokens that preemptions lost {prices['lost_price_ratio']:.3f}" in page
+
+
+def test_what_six_rounds_come_to_and_what_more_memory_does_is_what_the_runs_had() -> None:
+    page, more = said("docs/caching.md"), RAW["chat-midway-more"]
     for of, over, begin in (
-        (SIX_ROUNDS, "vllm", "**Over all six rounds** the cache alone comes to"),
+        (SIX_ROUNDS, "vllm", "the cache alone comes to"),
         (more, "wide", "Over vLLM with that much more memory for the device, the cache has"),
     ):
         ttft, e2e, rate = (
@@ -195,12 +225,51 @@ def test_what_is_said_of_three_more_rounds_is_what_the_runs_had() -> None:
         named = f"{ttft} of the time to first token, {e2e} of the end-to-end time and {rate} times the messages"
         assert f"{begin} {named} per second" in page
     fewer = parts_of("chat-midway-more", "cache", "messages_s", "wide")
-    assert "per second, {}, {} and {} by rounds. So what this chat gains".format(*fewer) in page
+    assert "per second, {}, {} and {} by rounds: fewer in each".format(*fewer) in page and max(map(float, fewer)) < 1
     places = more["compared"]["places"]
     cache, wide = (sum(at["arm"] == arm for at in places) for arm in ("cache", "wide"))
-    assert f"{more['compared']['tokens']:,} tokens were those of vLLM; {cache} conversations with the cache" in page
+    assert f"{more['compared']['tokens']:,} tokens of the two were those of vLLM; {cache} conversations" in page
     assert f"and {wide} with more memory differ from some token on, at most 0.0625 apart" in page
-    assert round(max(at["gap"] for at in places), 6) == 0.0625, "said of the page, and less than what counts as a tie"
+    assert round(max(at["gap"] for at in places), 6) == 0.0625 and cache + wide == more["compared"]["different"]
+
+
+def test_what_is_said_of_the_rounds_of_a_moderate_load_is_what_the_runs_had() -> None:
+    found = []
+    for name in ("chat-midway", "chat-midway-more"):
+        _, sent = loads_of(RAW[name], RAW[f"{name}-full"])
+        found += [
+            *zip(
+                sent,
+                map(float, parts_of(name, "cache")),
+                map(float, parts_of(name, "cache", "messages_s")),
+                strict=True,
+            )
+        ]
+    moderate = [(sent, part) for sent, part, _ in found if sent < 0.85]
+    shares, parts = ([*of] for of in zip(*moderate, strict=True))
+    assert (
+        f"In the four rounds with a load of {min(shares):.0%} to {max(shares):.0%} by messages sent the time to first "
+        f"token was {min(parts):.3f} to {max(parts):.3f} of vLLM's" in said("docs/caching.md")
+    ) and len(parts) == 4
+    rates = [rate for *_, rate in found]
+    of_second, others = [rates[1], rates[4]], [rates[number] for number in (0, 2, 3, 5)]
+    assert "({:.3f} and {:.3f} times in the second round of each seed, {:.3f} to {:.3f} in the others)".format(
+        *of_second, min(others), max(others)
+    ) in said("docs/caching.md")
+
+
+def test_other_pages_say_what_vllm_does_with_that_memory() -> None:
+    more, wide = RAW["chat-midway-more"], RAW["chat-wide"]
+    ttft, rate = (rounds.ratio(more, figure, "cache", "wide").text() for figure in ("ttft_s", "messages_s"))
+    assert f"the cache has {ttft} of its time to first token and {rate} times its messages per" in said("README.md")
+    assert f"the cache has {ttft} of its time to first token, {rate} times its messages" in said("docs/results.md")
+    in_use = rounds.mean(SIX_ROUNDS, "open_tokens", "vllm") / (384 * 32)
+    window = rounds.mean(SIX_ROUNDS, "window_tokens", "vllm")
+    assert f"windows in use {in_use:.1f} times the device's memory, six rounds" in said("docs/results.md")
+    assert f"a chat with windows of {window:,.0f} tokens: " in said("docs/results.md")
+    ours, theirs = (rounds.ratio(wide, "ttft_s", arm).text() for arm in ("cache", "wide"))
+    assert f"in another chat vLLM with 128 MiB more comes to {theirs} of the time to first token" in said("README.md")
+    assert f"and the cache to {ours}" in said("README.md")
 
 
 def test_what_is_said_of_ties_in_bfloat16_is_what_the_runs_had() -> None:
@@ -338,7 +407,6 @@ def test_what_is_said_of_the_chats_on_another_machine_is_what_the_runs_had() -> 
     assert f"finished {finished:.3f} messages per second over whole runs, and {at_most:.3f} without pauses" in page
     assert f"a load of {finished / at_most:.0%}. Of" in page
     rival, cache = (rounds.ratio(wide, "ttft_s", arm).text() for arm in ("wide", "cache"))
-    assert f"{rival} of the time to first token, where the cache came to {cache}" in said("README.md")
     assert f"{rival}, where the cache came to {cache}" in said("docs/results.md")
     ratio = rounds.mean(wide, "ttft_s", "wide") / rounds.mean(wide, "ttft_s", "cache")
     assert round(1 / ratio) == 7 and not rounds.ratio(wide, "ttft_s", "cache").significant
@@ -460,21 +528,28 @@ def test_a_start_of_the_servers_counts_once() -> None:
     assert rounds.ratio({"runs": runs}, "cpu_s", "a", n=1).pairs == 5
 
 
-def test_several_benches_are_one_of_more_rounds() -> None:
-    runs = [
-        {"cell": {"n": 1}, "round": number, "start": number // 2, "arm": arm, "cpu_s": seconds}
-        for number, factor in enumerate((2.0, 8.0, 3.0))
-        for arm, seconds in (("vllm", 7.0), ("a", 7 * factor))
-    ]  # fmt: skip
-    with_more = {"runs": [*runs, *({**run, "arm": "b"} for run in runs if run["arm"] == "a")]}
-    whole = rounds.together({"runs": runs}, with_more)
-    assert [*rounds.by_round(whole, "cpu_s", "a")] == [0, 1, 2, 3, 4, 5]
+def test_rounds_with_the_same_conversations_count_once() -> None:
+    def bench(seed: int, *factors: float, seconds: float = 60.0) -> dict[str, Any]:
+        runs = [
+            {"cell": {"n": 1}, "round": number, "start": number, "arm": arm, "cpu_s": value}
+            for number, factor in enumerate(factors)
+            for arm, value in (("vllm", 7.0), ("a", 7 * factor))
+        ]  # fmt: skip
+        return {"load": {"seconds": seconds, "load_seed": seed}, "runs": runs}
+
+    one, other = bench(0, 2.0, 3.0), bench(1, 8.0, 3.0)
+    other["runs"] += [{**run, "arm": "b"} for run in other["runs"] if run["arm"] == "a"]
+    whole = rounds.together(one, other)
+    assert [*rounds.by_round(whole, "cpu_s", "a")] == [0, 1, 2, 3]
     found = rounds.ratio(whole, "cpu_s", "a")
-    assert found.pairs == 4 and found.value == pytest.approx((4.0 * 3.0) ** 0.5)
-    assert [*rounds.by_round(whole, "cpu_s", "b")] == [3, 4, 5]
+    assert found.pairs == 2 and found.value == pytest.approx((4.0 * 3.0) ** 0.5)
+    assert [*rounds.by_round(whole, "cpu_s", "b")] == [2, 3]
     with pytest.raises(ValueError, match="b was run in rounds"):
         rounds.ratio(whole, "cpu_s", "b")
-    assert with_more["runs"][0]["round"] == runs[0]["round"] == 0, "what was given stays as it was"
+    assert one["runs"][0]["round"] == other["runs"][0]["round"] == 0, "what was given stays as it was"
+    for wrong in (bench(0, 2.0), bench(1, 2.0, seconds=30.0)):
+        with pytest.raises(ValueError, match=r"should be of one load by different seeds"):
+            rounds.together(one, wrong)
 
 
 def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:

@@ -155,13 +155,18 @@ def mean(bench: Bench, figure: str, arm: str, **cell: Any) -> float:
 
 
 def together(*benches: Bench) -> Bench:
-    """The runs of several benches of one load, their rounds numbered on, as are the starts of the servers: what
-    :func:`ratio`, :func:`by_round` and :func:`mean` read. Not all benches need to have all arms. Raises KeyError for a
-    bench of an earlier version, which does not say when servers started."""
+    """The runs of several benches of one load by different seeds, their rounds numbered on: what :func:`ratio`,
+    :func:`by_round` and :func:`mean` read. Rounds of one number have the same conversations whatever the seed, so that
+    :func:`ratio` counts them once, like rounds of one start. Not all benches need to have all arms. Raises ValueError
+    for other loads, or for one seed twice."""
+    seeds = [bench["load"]["load_seed"] for bench in benches]
+    first = benches[0]["load"] | {"load_seed": 0}
+    if len({*seeds}) < len(seeds) or any(bench["load"] | {"load_seed": 0} != first for bench in benches):
+        raise ValueError(f"should be of one load by different seeds, and are by {seeds}")
     runs: list[dict[str, Any]] = []
     for bench in benches:
-        before = {name: 1 + max((run[name] for run in runs), default=-1) for name in ("round", "start")}
-        runs += [{**run, **{name: run[name] + first for name, first in before.items()}} for run in bench["runs"]]
+        before = 1 + max((run["round"] for run in runs), default=-1)
+        runs += [{**run, "round": before + run["round"], "start": run["round"]} for run in bench["runs"]]
     return {"runs": runs}
 
 
