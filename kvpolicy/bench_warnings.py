@@ -1,4 +1,5 @@
-"""What is to be said first of a bench over HTTP: tokens of its arms that differ, and servers that had other cores.
+"""What is to be said first of a bench over HTTP: tokens of its arms that differ, servers that had other cores, and
+chats that had no conversations left.
 
 ``results`` are what ``bench.json`` holds. The report and the page of a bench have the same words.
 """
@@ -49,6 +50,15 @@ def _unequal_rounds(results: Results) -> dict[int, dict[str, list[str]]]:
     return unequal
 
 
+def ran_out(results: Results) -> list[tuple[int, str, float]]:
+    """Round, arm and seconds after which somebody had no conversation left, of each run of a chat in which that was
+    before its seconds were over; runs of an earlier version do not say."""
+    found = [
+        (run["round"], run["arm"], run["ran_out_s"]) for run in results["runs"] if run.get("ran_out_s") is not None
+    ]
+    return sorted(found)
+
+
 def warnings(results: Results) -> list[str]:
     """A sentence or two for each; none where there is nothing to say."""
     said = []
@@ -65,5 +75,11 @@ def warnings(results: Results) -> list[str]:
         said.append(
             f"UNEQUAL CORES: ratios compare these as well. Rounds: {rounds}. What threads of each arm's server may run "
             f"on in the first of these: {by_arm}"
+        )
+    if ended := ran_out(results):
+        runs = "; ".join(f"round {round_ + 1}, {arm}: {after_s:.0f} s" for round_, arm, after_s in ended)
+        said.append(
+            "OUT OF CONVERSATIONS: somebody had none left before the run's seconds were over, and its rates are those "
+            f"until then. Give more --conversations, or a workload with more sessions. After {runs}"
         )
     return said

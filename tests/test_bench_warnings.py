@@ -1,4 +1,5 @@
-"""What is said first of a bench: conversations that differ by more than a tie, and servers on other cores."""
+"""What is said first of a bench: conversations that differ by more than a tie, servers on other cores, and chats
+without conversations left."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.bench_warnings import TIE_GAPS, tie_gap, unequal_cores, warnings, wrong_conversations
+from kvpolicy.bench_warnings import TIE_GAPS, ran_out, tie_gap, unequal_cores, warnings, wrong_conversations
 from kvpolicy_vllm.bench.exactness import TIE_GAP
 
 
@@ -68,3 +69,16 @@ def test_cores_are_compared_round_by_round() -> None:
         run("first", 2, ["1"], 80), run("second", 2, ["1"], 80), run("second", 2, ["0"]),
     ]}  # fmt: skip
     assert unequal_cores(moved) == {} and warnings(moved) == []
+
+
+def test_runs_that_had_no_conversations_left_are_named() -> None:
+    runs = [
+        run("second", 1, ["0"]) | {"ran_out_s": 395.44}, run("first", 1, ["0"]) | {"ran_out_s": 384.35},
+        run("first", 0, ["0"]) | {"ran_out_s": None}, run("second", 0, ["0"]),
+    ]  # fmt: skip
+    found = bench("float32") | {"runs": runs}
+    assert ran_out(found) == [(1, "first", 384.35), (1, "second", 395.44)]
+    (said,) = warnings(found)
+    assert said.startswith("OUT OF CONVERSATIONS: ") and "more --conversations" in said
+    assert said.endswith("After round 2, first: 384 s; round 2, second: 395 s")
+    assert ran_out(bench("float32")) == [] == warnings(bench("float32", first=["0"]))

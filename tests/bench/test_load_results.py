@@ -185,3 +185,14 @@ def test_a_rate_without_an_answer_has_no_figures() -> None:
 def test_the_steady_rate_leaves_out_begin_and_end() -> None:
     assert steady_rate([0.0, *range(100, 120), 1000.0]) == pytest.approx(1.0)
     assert steady_rate([1.0, 2.0]) is None and steady_rate([1.0] * 10) is None
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "seconds", "said"),
+    [(384.3, 420.0, 384.3), (420.0, 420.0, None), (421.5, 420.0, None), (384.3, None, None), (None, 420.0, None)],
+)
+def test_a_run_says_when_somebody_had_no_conversation_left(
+    idle_s: float | None, seconds: float | None, said: float | None
+) -> None:
+    figures = chat_figures(ChatRun(0.0, [], [(0.0, {})], idle_s), seconds=seconds)
+    assert figures["ran_out_s"] == said

@@ -270,6 +270,18 @@ def test_messages_of_the_warm_up_are_sent_and_not_counted(
     assert "first: HTTP 503: the pool is full" in found.errors() and not found.ok
 
 
+def test_a_run_without_conversations_before_its_seconds_are_over_is_warned_of(
+    two: tuple[Small, Small, BenchTarget], tmp_path: Path
+) -> None:
+    load = replace(CHAT, prefixed=(0.0,), rounds=1)
+    found = run_bench.bench(tmp_path / "short", replace(load, seconds=500.0), two[-1])
+    assert all(0 < run["ran_out_s"] < 500 for run in found.results["runs"])
+    said = " ".join(found.text().split())
+    assert "OUT OF CONVERSATIONS: somebody had none left" in said and "After round 1, first: 0 s; round 1, " in said
+    whole = run_bench.bench(tmp_path / "whole", load, two[-1])
+    assert {run["ran_out_s"] for run in whole.results["runs"]} == {None} and "OUT OF" not in whole.text()
+
+
 def test_results_are_whole(tmp_path: Path) -> None:
     run_bench.write(tmp_path / "a.json", {"a": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}

@@ -159,7 +159,7 @@ class ChatKind:
         begin_alike = sum(conversation.is_prefixed for conversation in conversations)
         counted = {"conversations": len(conversations), "prefixed_conversations": begin_alike}
         run = await self._chat(cell, round_, terms).run(conversations, cell["chatters"])
-        figures = counted | chat_figures(run, self.load.warmup_s)
+        figures = counted | chat_figures(run, self.load.warmup_s, self.load.seconds)
         if self.load.warmup_s and not (figures["errors"] or (figures["messages"] and figures["steady_s"])):
             raise InputError(self._why_nothing_counts(run))
         return figures

@@ -22,23 +22,26 @@ PRICED = ("recompute_microseconds", "recomputed_tokens", "beside_recompute_micro
 """Counters of what recomputed tokens add to steps, and of the decodes beside them."""
 
 
-def chat_figures(run: ChatRun, warmup_s: float = 0.0) -> dict[str, Any]:
+def chat_figures(run: ChatRun, warmup_s: float = 0.0, seconds: float | None = None) -> dict[str, Any]:
     """One run of a chat, for a file. Latencies are of the answers without an error: of all, and of the messages that
     were sent before the first chatter was idle (``steady_``), as the rate is. ``warmup_s``: from the begin of the run;
     what was sent, answered and in use until then does not count, and is in the rows; counters grow from the first
-    reading after it on (``counted_from_s``)."""
+    reading after it on (``counted_from_s``). ``seconds``: in which messages are sent; ``ran_out_s`` is when somebody
+    had no conversation left before they were over, None where nobody did, or without them."""
     rows = [_row(message, run.begin_s) for message in run.messages]
     good = [row for row in rows if not row["error"] and row["sent_s"] >= warmup_s]
     makespan_s = max((row["sent_s"] + row["e2e_s"] for row in rows), default=0.0)
     until_s = makespan_s if run.first_idle_s is None else min(run.first_idle_s, makespan_s)
     steady_s = max(0.0, until_s - warmup_s)
     ends_s = [row["sent_s"] + row["e2e_s"] for row in rows if not row["error"]]
+    ran_out = run.first_idle_s is not None and seconds is not None and run.first_idle_s < seconds
     last = run.samples[-1][1]
     counted_from_s, first = next(((at_s, read) for at_s, read in run.samples if at_s >= warmup_s), run.samples[-1])
     return {
         "makespan_s": makespan_s,
         "warmup_s": warmup_s,
         "until_s": until_s,
+        "ran_out_s": run.first_idle_s if ran_out else None,
         "counted_from_s": counted_from_s,
         "messages": len(good),
         "steady_s": steady_s,
