@@ -190,7 +190,7 @@ def test_what_is_said_of_three_more_rounds_is_what_the_runs_had() -> None:
     out = [f"{ends[arm][1]:.0f}" for arm in ("cache", "wide")]
     assert "after {} s with the cache and after {} s with more memory".format(*out) in page and ends["vllm"][1] > 419
     sent = parts_of("chat-midway-more", "cache", "messages")
-    assert "By messages sent after the warm-up, however long that took, it is {}, {} and {}".format(*sent) in page
+    assert "messages sent after the warm-up, however long that took, the ratio is {}, {} and {}".format(*sent) in page
     late = [
         [fmean(run["ttft_s_by_50_s"][4:]) for run in more["runs"] if run["arm"] == arm] for arm in ("cache", "vllm")
     ]
@@ -529,13 +529,15 @@ def test_a_start_of_the_servers_counts_once() -> None:
 
 
 def test_rounds_with_the_same_conversations_count_once() -> None:
-    def bench(seed: int, *factors: float, seconds: float = 60.0) -> dict[str, Any]:
+    def bench(
+        seed: int, *factors: float, seconds: float = 60.0, workload: str | None = "lengths:a.csv"
+    ) -> dict[str, Any]:
         runs = [
             {"cell": {"n": 1}, "round": number, "start": number, "arm": arm, "cpu_s": value}
             for number, factor in enumerate(factors)
             for arm, value in (("vllm", 7.0), ("a", 7 * factor))
         ]  # fmt: skip
-        return {"load": {"seconds": seconds, "load_seed": seed}, "runs": runs}
+        return {"workload": workload, "load": {"seconds": seconds, "load_seed": seed}, "runs": runs}
 
     one, other = bench(0, 2.0, 3.0), bench(1, 8.0, 3.0)
     other["runs"] += [{**run, "arm": "b"} for run in other["runs"] if run["arm"] == "a"]
@@ -547,9 +549,11 @@ def test_rounds_with_the_same_conversations_count_once() -> None:
     with pytest.raises(ValueError, match="b was run in rounds"):
         rounds.ratio(whole, "cpu_s", "b")
     assert one["runs"][0]["round"] == other["runs"][0]["round"] == 0, "what was given stays as it was"
-    for wrong in (bench(0, 2.0), bench(1, 2.0, seconds=30.0)):
+    for wrong in (bench(0, 2.0), bench(1, 2.0, seconds=30.0), bench(1, 2.0, workload="lengths:b.csv")):
         with pytest.raises(ValueError, match=r"should be of one load by different seeds"):
             rounds.together(one, wrong)
+    with pytest.raises(ValueError, match=r"should be of a workload, whose conversations are the same by every seed"):
+        rounds.together(bench(0, 2.0, workload=None), bench(1, 2.0, workload=None))
 
 
 def test_what_is_gathered_is_what_stands_there(tmp_path: Path) -> None:

@@ -155,14 +155,17 @@ def mean(bench: Bench, figure: str, arm: str, **cell: Any) -> float:
 
 
 def together(*benches: Bench) -> Bench:
-    """The runs of several benches of one load by different seeds, their rounds numbered on: what :func:`ratio`,
-    :func:`by_round` and :func:`mean` read. Rounds of one number have the same conversations whatever the seed, so that
-    :func:`ratio` counts them once, like rounds of one start. Not all benches need to have all arms. Raises ValueError
-    for other loads, or for one seed twice."""
+    """The runs of several chats with one workload and load by different seeds, their rounds numbered on: what
+    :func:`ratio`, :func:`by_round` and :func:`mean` read. Rounds of one number have the same conversations of the
+    workload, whatever the seed, so that :func:`ratio` counts them once, like rounds of one start. Not all benches need
+    to have all arms. Raises ValueError for other loads, for one seed twice, and without a workload, where the seed
+    draws the conversations."""
     seeds = [bench["load"]["load_seed"] for bench in benches]
-    first = benches[0]["load"] | {"load_seed": 0}
-    if len({*seeds}) < len(seeds) or any(bench["load"] | {"load_seed": 0} != first for bench in benches):
+    loads = [(bench["workload"], bench["load"] | {"load_seed": 0}) for bench in benches]
+    if len({*seeds}) < len(seeds) or any(load != loads[0] for load in loads):
         raise ValueError(f"should be of one load by different seeds, and are by {seeds}")
+    if loads[0][0] is None:
+        raise ValueError("should be of a workload, whose conversations are the same by every seed")
     runs: list[dict[str, Any]] = []
     for bench in benches:
         before = 1 + max((run["round"] for run in runs), default=-1)
